@@ -32,6 +32,7 @@ STOP_SIGNALS = [signal.SIGTERM, signal.SIGUSR1, signal.SIGINT]
 STOP_SIGNALS += [signal.SIGHUP] * (signal.getsignal(signal.SIGHUP) != signal.SIG_IGN)  # as nohup asks for
 INTERRUPTED_AGAIN = "interrupted again: ended without a save"
 SAVED = "saved"  # file in torchelastic's folder that means it
+ENDED = "ended"  # another: a rank ignores signals, for the exit code of the run is known
 
 
 class RunFailed(RuntimeError):

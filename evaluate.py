@@ -37,6 +37,7 @@ OPTIONS = own_options(
 if __name__ == "__main__":
     answer_early(__doc__, check, OPTIONS)  # before torch takes its seconds
 
+import hashlib
 import logging
 import os
 import shutil
@@ -51,14 +52,15 @@ import torch
 import torch.distributed as dist
 import xarray as xr
 
+from command_line import to_toml
 from config import Config
-from datasets.archive import open_archive
+from datasets.archive import Archive, open_archive
 from datasets.channels import Channels
 from datasets.dates import is_inside
 from datasets.field_dataset import FieldDataset, window_steps
 from datasets.grid import area_weights, coarser
 from datasets.options import parse_selection
-from datasets.remote import Access
+from datasets.remote import Access, is_url
 from datasets.selection import Selection, access_of, open_selection
 from datasets.statistics import Source, fingerprint_of, sampled_pairs, stored_statistics
 from errors import ConfigError, DataError, end_process, one_line_errors, refuse
@@ -88,6 +90,7 @@ from verification.matching import ForecastFields
 from verification.plots import describe, plot_evaluation
 from verification.report import Gate, shown_leads, table, write_scores
 from verification.rollout import Forecast
+from verification.saved_tallies import SavedTallies
 from verification.score_tables import lead_hours, select, variable_names
 from verification.scorecard import build_scorecard, write_scorecard
 from verification.scores import wind_pairs
@@ -187,8 +190,8 @@ def fit_damping(selection: Selection, steps: list[int], config: Config) -> tuple
     samples = selection.samples_by_lead("train", steps, FIT_SAMPLES)
     dataset = FieldDataset(archive, variables, samples)
     mean_field = torch.from_numpy(statistics.mean_field)
-    rows, kept = torch.tensor(area, dtype=torch.float32), folder / OWN_FOLDER / "damping.json"
-    fitted = fit_baselines(dataset, mean_field, rows, steps, 1, kept, statistics.fingerprint)
+    rows, cache = torch.tensor(area, dtype=torch.float32), folder / OWN_FOLDER / "damping.json"
+    fitted = fit_baselines(dataset, mean_field, rows, steps, 1, cache, statistics.fingerprint)
     return fitted["damped persistence"], len(samples)
 
 
@@ -215,6 +218,24 @@ def common_axes(
         reason = f"no initial date of the forecasts is in it; {fix}"
         raise ConfigError(f"data.test_period = {list(period)}: {reason}")
     return inside, whole
+
+
+def evaluation_key(
+    config: Config, options: Namespace, archives: list[Archive], paths: list[str], variables: list[str]
+) -> str:
+    """Return a name of this evaluation, of these files as they are; "" if one of them is not on a disk.
+
+    archives: those of analyses; paths: of forecasts and climatology.
+    """
+    states = [archive.files_state(variables) for archive in archives]
+    if not all(states) or any(map(is_url, paths)):
+        return ""
+    parts = [to_toml(config), repr(vars(options)), *(state.hex() for state in states)]
+    for path in paths:  # the metadata of a store are written when it is made, and when forecast.py starts
+        files = [Path(path), *(Path(path, name) for name in ("zarr.json", ".zmetadata", ".zattrs"))]
+        status = {file: file.stat() for file in files if file.exists()}
+        parts += [f"{file} {each.st_mtime_ns} {each.st_size}" for file, each in status.items()]
+    return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16]
 
 
 def scored_dates(scores: xr.Dataset, selection: Selection) -> str:
@@ -307,6 +328,10 @@ def run(config: Config, options: Namespace) -> int:
     compared: dict[str, ForecastFields] = {**forecasts, **baselines}
     against = scorecard_reference(options.against, list(compared), len(options.forecast))
     scored = leads[[bool(np.isin(times + lead, truth.times).any()) for lead in leads]]
+    paths = [each.path for each in (*forecasts.values(), *[climatology] * bool(climatology)) if each]
+    sources = [selection.archive, truth], paths, variables
+    key = from_first_rank(lambda: evaluation_key(config, options, *sources))
+    saved = SavedTallies(folder / OWN_FOLDER / "unfinished", key) if key else None
     with progress_bar(len(times), "date", dist.get_rank() == 0, desc="evaluation") as bar:
         evaluations = evaluate_together(
             compared,
@@ -321,6 +346,7 @@ def run(config: Config, options: Namespace) -> int:
             boundary_width=width,
             device=device,
             progress=bar.update,
+            saved=saved,
         )
 
     def report() -> int:
@@ -340,6 +366,8 @@ def run(config: Config, options: Namespace) -> int:
         return print_scores(evaluations, options.gates, target, selection, caveats, climatology)
 
     code = from_first_rank(report)
+    if saved and dist.get_rank() == 0:
+        saved.remove()
     dist.destroy_process_group()
     return code
 

@@ -8,14 +8,15 @@
 --layout auto         search all layouts, modes of checkpointing and micro-batches; print the ten best,
                       grouped where known errors of plans do not tell them apart
 --anchor RUN          the folder of a run on this kind of machine: times of layouts of its kind are scaled by
-                      its measured steps; a configuration with --anchor_seconds S, on the cluster's devices
+                      its measured steps
 --calibrate           measure this machine for the configuration's shapes, into outputs/calibration.json
 --dry_run --world_size N   build the layout on N fake ranks and run one step without memory
+--verbose             also moments of memory, rates of reading, costs by fleet
 --restart_minutes M   from a preemption to the next step (default 30)
---slowest F           stragglers beyond the usual: the slowest rank computes F times longer (default 1)
 --json                print one JSON object instead of tables
 
-Days and dollars are ranges: from the fastest to the slowest known run of the same kind, over its plan.
+--job.dump_folder RUN alone plans the run in that folder, by its config.toml. Days and dollars are ranges:
+from the fastest to the slowest known run of the same kind, over its plan.
 Configuration keys say which model, layout and batch. Exit codes: 0 it fits, 1 it does not, 2 bad input.
 """
 
@@ -29,13 +30,12 @@ OPTIONS = own_options(
     clusters=[],
     layout="configured",
     anchor="",
-    anchor_seconds=0.0,
     calibrate=False,
     dry_run=False,
     json=False,
+    verbose=False,
     world_size=1,
     restart_minutes=30.0,
-    slowest=1.0,
 )
 if __name__ == "__main__":
     answer_early(__doc__, None, OPTIONS)  # on which cluster it can work is known later
@@ -50,14 +50,14 @@ from typing import TYPE_CHECKING
 from config import Config
 from errors import ConfigError, one_line_errors, refuse
 from parallelisms.degrees import resolve_degrees
-from planning.anchor import Anchor, layout_kind, run_record
 from planning.clusters import CALIBRATION, load_cluster
 from planning.cost import cost_range, rollout_stages
 from planning.hardware import Cluster
+from planning.known_runs import Anchor, layout_kind, run_record
 from planning.report import (
+    answer,
     as_json,
     data_lines,
-    describe,
     layout_options,
     layouts_table,
     memory_table,
@@ -65,20 +65,7 @@ from planning.report import (
     reason,
     time_table,
 )
-from planning.search import (
-    SIMPLICITY,
-    Plan,
-    best_layouts,
-    capacity,
-    change_text,
-    changes_that_fit,
-    check_device,
-    divisors,
-    fits,
-    fitting,
-    plan,
-    speedups,
-)
+from planning.search import Plan, best_layouts, check_device, divisors, fits, plan
 from planning.step_time import step_time
 from planning.workload import COPIES_AHEAD, Workload, workload_of
 from training.config_checks import check
@@ -86,7 +73,7 @@ from training.config_checks import check
 if TYPE_CHECKING:
     from datasets.grid import Grid
 
-LEAST = {"world_size": 1, "slowest": 1.0, "restart_minutes": 0.0, "anchor_seconds": 0.0}
+LEAST = {"world_size": 1, "restart_minutes": 0.0}
 MOST_RANKS = 4096
 
 
@@ -97,7 +84,7 @@ def main() -> None:
         cluster = load_cluster(options.cluster, options.clusters) if options.cluster else None
         world = cluster.devices if cluster else options.world_size
         os.environ["WORLD_SIZE"] = str(world)  # what the degrees are checked against
-        config = start(rest, __doc__, check if options.layout != "auto" else None)
+        config = start(of_run(rest), __doc__, check if options.layout != "auto" else None)
         if options.dry_run:
             dry_run_table(config, options.world_size)
         elif options.calibrate:
@@ -108,6 +95,17 @@ def main() -> None:
             sys.exit(make_plan(config, cluster, options))
 
 
+def of_run(words: list[str]) -> list[str]:
+    """Return the words of the command line, with a run's configuration where only its folder is named."""
+    names = [word.partition("=")[0] for word in words]
+    if "--job.dump_folder" not in names or "--job.config_file" in names:
+        return words
+    at = names.index("--job.dump_folder")
+    folder = words[at].partition("=")[2] or " ".join(words[at + 1 : at + 2])
+    file = Path(folder) / "config.toml"
+    return ["--job.config_file", str(file), *words] if file.is_file() else words
+
+
 def check_options(options: argparse.Namespace) -> None:
     """Raises ConfigError."""
     for name, least in LEAST.items():
@@ -115,8 +113,6 @@ def check_options(options: argparse.Namespace) -> None:
             raise ConfigError(f"--{name} {getattr(options, name)}: give at least {least}")
     if options.world_size > MOST_RANKS:
         raise ConfigError(f"--world_size {options.world_size}: give 1 to {MOST_RANKS} ranks")
-    if options.anchor_seconds and not options.anchor:
-        raise ConfigError("--anchor_seconds: name the configuration that took them with --anchor")
     if options.layout not in ("configured", "auto"):
         raise ConfigError(f"--layout {options.layout}: give configured or auto")
 
@@ -127,11 +123,11 @@ def make_plan(config: Config, cluster: Cluster, options: argparse.Namespace) -> 
         reason = "trains few of the parameters, of which closed forms know nothing; use --dry_run"
         refuse("lora.enable", True, f"{reason}, or set it to false for more than it takes")
     if options.anchor:
-        cluster = anchored(cluster, options)
+        cluster = anchored(cluster, options.anchor)
     original = config
     if options.layout == "auto":
         config = choose_local_batch(config, cluster.devices)
-    work = job(config, cluster.devices).replace(slowest=options.slowest)
+    work = job(config, cluster.devices)
     work = work.replace(copies_ahead=0 if cluster.shared else COPIES_AHEAD)  # a CPU computes on what was read
     check_device(work, cluster)
     plans = best_layouts(work, cluster) if options.layout == "auto" else []
@@ -146,25 +142,23 @@ def make_plan(config: Config, cluster: Cluster, options: argparse.Namespace) -> 
     if options.json:
         print(json.dumps(as_json(made, cluster, cost, read_rate(*fastest)), indent=1))
         return 0 if fit else 1
-    feed = data_lines(*fastest, cluster)
-    print("\n\n".join([*tables(plans, made, cluster, original), feed, cost.table()]))
-    nowhere = "no layout fits; as configured:\n" if options.layout == "auto" and not fit else ""
-    last = next_to_try(made, cluster, original, bool(plans)) if fit else advice(made, cluster, original)
-    print(f"\n{nowhere}{last}")
+    first = answer(made, cluster, cost, original, bool(plans))
+    nowhere = ["no layout fits; as configured:"] if options.layout == "auto" and not plans else []
+    blocks = [*nowhere, first, *layout_blocks(plans, cluster, original)]
+    blocks += [memory_table(made.memory, options.verbose)]
+    blocks += [time_table(made.work, made.time, cluster, options.verbose)]
+    blocks += [cluster.anchor.line()] if cluster.anchor else []
+    blocks += [data_lines(*fastest, cluster, options.verbose)]
+    print("\n\n".join([*blocks, cost.table()] if options.verbose else blocks))
     return 0 if fit else 1
 
 
-def anchored(cluster: Cluster, options: argparse.Namespace) -> Cluster:
+def anchored(cluster: Cluster, run: str) -> Cluster:
     """Return the cluster with the measured run of --anchor. Raises ConfigError."""
-    where, ranks, seconds = Path(options.anchor), cluster.devices, options.anchor_seconds
-    if not seconds:
-        ranks, seconds = run_record(where)
-    config = load_config(
-        ["--job.config_file", str(where if options.anchor_seconds else where / "config.toml")]
-    )
-    work = job(config, ranks)
+    ranks, seconds = run_record(Path(run))
+    work = job(load_config(["--job.config_file", str(Path(run) / "config.toml")]), ranks)
     planned = step_time(work, cluster.with_devices(ranks)).total
-    return dataclasses.replace(cluster, anchor=Anchor(options.anchor, layout_kind(work), seconds, planned))
+    return dataclasses.replace(cluster, anchor=Anchor(run, layout_kind(work), seconds, planned))
 
 
 def choose_local_batch(config: Config, world: int) -> Config:
@@ -193,51 +187,20 @@ def num_variables(config: Config) -> int:
     return len(Channels.of(config.data).variables)
 
 
-def tables(plans: list[Plan], made: Plan, cluster: Cluster, config: Config) -> list[str]:
+def layout_blocks(plans: list[Plan], cluster: Cluster, config: Config) -> list[str]:
     """config: as the user has written it, which the options of a layout replace."""
-    found = [describe(made.work, cluster)]
-    if plans:
-        why = [reason(plans[0], plans[1])] if len(plans) > 1 else []
-        command = f"to train so: {layout_options(made.work, config)}"
-        found.append("\n".join([layouts_table(plans, cluster), *why, command]))
-    found += [memory_table(made.memory, cluster), time_table(made.work, made.time, cluster)]
-    return [*found, cluster.anchor.line()] if cluster.anchor else found
-
-
-def next_to_try(made: Plan, cluster: Cluster, config: Config, searched: bool) -> str:
-    """What takes most of a step, and the setting that shortens it most. searched: --layout auto was."""
-    name, seconds = max(made.time.classes.items(), key=lambda item: item[1])
-    limit = f"it fits; most of a step, {seconds / made.time.total:.0%}, is {name}"
-    found = fitting(speedups(made.work, cluster))
-    change, best = min(found, key=lambda item: item[1].time.total, default=("", made))
-    gain = best.time.total / made.time.total - 1
-    if gain > -SIMPLICITY:
-        more = "more devices would" if searched else "try --layout auto, or more devices"
-        return f"{limit}; no single setting makes it {SIMPLICITY:.0%} faster; {more}"
-    peak = f"{best.memory.peak / 2**30:.2f} GiB"
-    text = change if searched else change_text(change, best.work, config)
-    return f"{limit}; next to try: {text}: {best.time.total:.3f} s a step ({gain:+.1%}), {peak}"
-
-
-def advice(made: Plan, cluster: Cluster, config: Config) -> str:
-    """Missing memory, and the three cheapest changes with which the job fits."""
-    missing = (made.memory.peak - capacity(cluster)) / 2**30
-    what = f"{missing:.2f} GiB a device are" if missing > 0 else "memory of the host is"
-    rows = [f"it does not fit: {what} missing; the cheapest changes with which it does:"]
-    for name, changed in changes_that_fit(made.work, cluster):
-        cost = changed.device_seconds / made.device_seconds - 1
-        peak, room = changed.memory.peak / 2**30, capacity(cluster) / 2**30
-        text = change_text(name, changed.work, config)
-        rows.append(f"  {text}: {peak:.2f} of {room:.2f} GiB, {cost:+.1%} device time a step")
-    return "\n".join(rows if len(rows) > 1 else [*rows, "  none of one or two settings; try --layout auto"])
+    if not plans:
+        return []
+    why = [reason(plans[0], plans[1])] if len(plans) > 1 else []
+    command = f"to train so: {layout_options(plans[0].work, config)}"
+    return ["\n".join([layouts_table(plans, cluster), *why, command])]
 
 
 def calibrate_machine(config: Config) -> None:
     """Rates of this machine for the shapes of `config`: plan.py --cluster this (or cpu) uses them."""
     import torch
 
-    from planning.calibrate import BlockShape, calibrate
-    from planning.calibration import save_calibration
+    from planning.calibration import BlockShape, calibrate, save_calibration
     from training.process_settings import retain_memory
 
     ranks = int(os.environ.get("NGPU", "1"))
@@ -248,9 +211,7 @@ def calibrate_machine(config: Config) -> None:
     retain_memory(device)  # as train.py does
     threads = max(torch.get_num_threads() // ranks, 1)
     started = time.perf_counter()
-    measured = calibrate(
-        [block], [config.model.attention_backend.replace("auto", "sdpa")], device, threads, ranks
-    )
+    measured = calibrate([block], [config.model.attention_backend.replace("auto", "sdpa")], device, threads)
     save_calibration(measured, CALIBRATION)
     print(measured.table())
     print(f"\n{CALIBRATION}: measured in {time.perf_counter() - started:.0f} s; use it with --cluster this")

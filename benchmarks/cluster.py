@@ -154,7 +154,7 @@ def links(run: Run, cluster: Cluster) -> None:
     def reduce(group: dist.ProcessGroup, axis: str, size: int, degrees: Degrees) -> Row:
         buffer = torch.zeros(size // 4, device=run.device)
         taken = run.clock(lambda: dist.all_reduce(buffer, group=group), 3, 10)
-        way = route(cluster.with_devices(degrees.world), workload(run.sizes, degrees, 1), axis)
+        way = route(cluster.with_devices(degrees.world), degrees, axis)
         planned = seconds("all-reduce", size, way)
         return {"gigabytes_per_second": size / taken / 1e9, "seconds": taken, "planned": planned}
 

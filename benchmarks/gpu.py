@@ -52,8 +52,16 @@ from models.embeddings import unpatchify
 from parallelisms.degrees import Degrees
 from parallelisms.mesh import start_ranks
 from planning.architecture import vit_architecture
-from planning.calibrate import BlockShape, adamw_operation, attention_operations, calibrate
-from planning.calibration import calibrated, matmul_flops, save_calibration, work_of
+from planning.calibration import (
+    BlockShape,
+    adamw_operation,
+    attention_operations,
+    calibrate,
+    calibrated,
+    matmul_flops,
+    save_calibration,
+    work_of,
+)
 from planning.clusters import CALIBRATION, load_cluster
 from planning.memory import memory
 from planning.step_time import step_time

@@ -17,9 +17,10 @@ from command_line import text_table
 from parallelisms.degrees import Degrees
 from planning.architecture import Architecture, vit_architecture
 from planning.clusters import load_cluster
+from planning.constants import FLOAT32
 from planning.cost import HOUR, Fleet
 from planning.hardware import Link
-from planning.memory import FLOAT32, Memory, memory, scores_bytes
+from planning.memory import Memory, memory, scores_bytes
 from planning.network import ring_all_reduce
 from planning.search import capacity, plan
 from planning.workload import Workload
@@ -129,7 +130,7 @@ def cost_figures() -> list[Figure]:
     fleet, hours = Fleet(cluster, on_demand_nodes=1), round(STATES * EPOCHS / RATES[64] / HOUR)
     on_demand = hours * cluster.devices * cluster.on_demand
     node = hours * fleet.on_demand_devices * cluster.on_demand
-    spot = hours * fleet.spot_devices * cluster.spot
+    spot = hours * (cluster.devices - fleet.on_demand_devices) * cluster.spot
     mixed = node + spot + 2 * 45 / 60 * cluster.devices * cluster.spot  # two preemptions of 45 minutes
     return [
         Figure("on demand", "$24,640", on_demand, "$", 24_640),

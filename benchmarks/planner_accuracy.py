@@ -25,7 +25,7 @@ from benchmarks.gpu import Case, Sizes, training_of
 from benchmarks.random_run import RandomRun
 from benchmarks.results_file import clock, in_turns, parse, record, table
 from parallelisms.mesh import start_ranks
-from planning.calibrate import BlockShape, calibrate
+from planning.calibration import BlockShape, calibrate
 from planning.clusters import load_cluster
 from planning.step_time import step_time
 from training.process_settings import retain_memory

@@ -13,85 +13,71 @@ import math
 import statistics
 import sys
 import tomllib
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from benchmarks.results_file import RESULTS, read_lines, record
 from parallelisms.degrees import Degrees
-from planning.anchor import KINDS, layout_kind
-from planning.architecture import Architecture, Shapes, cut, padded
+from planning.architecture import ROW, Architecture, Shapes, cut, padded, vit_architecture
 from planning.clusters import load_cluster
-from planning.error_bands import ANCHORED, BANDS, CALIBRATED, Band
-from planning.memory import GIB, memory, unit_bytes
-from planning.step_time import step_time
+from planning.compute import linear_seconds
+from planning.constants import FLOAT8_BANDWIDTH, FLOAT8_CAST, FLOAT8_TRANSPOSE, GIB, PASSES
+from planning.hardware import Cluster, Device
+from planning.known_runs import ANCHORED, BANDS, CALIBRATED, KINDS, Band, layout_kind
+from planning.memory import memory, unit_bytes
+from planning.step_time import spread, step_time
 from planning.workload import Workload
 
 CAUSAL_BLOCK = 128  # queries or keys of a tile of flash attention: tiles on the diagonal are computed whole
+# Cross-entropy, bytes a logit: to float32 (6), log-softmax (8), its gradient (4 + 12), back (6). Blocks are
+# compiled, the loss is not (TorchTitan's train.py at the end of 2024).
+LOSS_BYTES = 36
+# Reads and writes of SiLU times the other half of a gated MLP over those of GELU, (compiled, backward).
+GATED = {(True, False): 3 / 2, (True, True): 5 / 3, (False, False): 5 / 2, (False, True): 9 / 3}
 
 
 @dataclass(frozen=True)
 class LanguageModel(Architecture):
     """A transformer that reads words: relatives of the ViT with published runs."""
 
-    vocabulary: int = 0  # rows of the table that tokens are looked up in
-    kv_heads: int = 0  # heads of keys and values; 0: as many as of queries
-    biases: bool = True  # type: ignore[misc]  # a constant of the ViT
+    biases: bool = True
     gated: bool = False  # an MLP of three matrices (SwiGLU)
     causal: bool = False
-    rotary: bool = False  # queries and keys are turned by their position, norms are RMSNorm
-    fused: bool = True  # q, k and v are one product, and kernels share keys among queries
-    reads_words: ClassVar[bool] = True
-    # Cross-entropy, bytes a logit: to float32 (6), log-softmax (8), its gradient (4 + 12), back (6). Blocks
-    # are compiled, the loss is not (TorchTitan's train.py at the end of 2024).
-    loss_bytes: ClassVar[int] = 36
-
-    @property
-    def heads_of_keys(self) -> int:
-        return self.kv_heads or self.heads
-
-    @property
-    def hidden_kept(self) -> float:
-        return self.mlp_dim / self.dim * (3 if self.gated else 2) / 2
-
-    def block(self) -> Shapes:
-        shapes = super().block()
-        return shapes | (self._linear("mlp.gate", self.dim, self.mlp_dim, self.biases) if self.gated else {})
-
-    def first(self) -> Shapes:
-        return {"embedding.weight": (self.vocabulary, self.dim)}
+    fused: bool = True  # q, k and v are one product
 
     def attention_flops(self) -> float:
         return super().attention_flops() / (2 if self.causal else 1)
 
-    def computed_scores(self, attention: str) -> float:
-        tiled = self.causal and attention != "math"  # which masks half of them
-        return (1 + CAUSAL_BLOCK / self.tokens) / 2 if tiled else 1.0
 
-    @property
-    def gradient_sums(self) -> int:  # type: ignore[override]  # a constant of the ViT
-        """Of what q, k and v are made of, and the MLP's two halves."""
-        return 0 if self.fused else 2 + self.gated
+def language_model(
+    tokens: int,
+    dim: int,
+    layers: int,
+    heads: int,
+    mlp_dim: int,
+    vocabulary: int,
+    kv_heads: int = 0,
+    qkv_bias: bool = True,
+    learned_position: bool = False,
+    **kind: bool,
+) -> LanguageModel:
+    """kv_heads: of keys and values, 0: as many as of queries. Tokens are looked up in a table."""
+    biases = kind.get("biases", True)
 
-    def activation_passes(self, compiled: bool, backward: bool) -> int:
-        """Of GELU, or of SiLU times the other half."""
-        if not self.gated:
-            return super().activation_passes(compiled, backward)
-        if compiled:
-            return 5 if backward else 3
-        return 9 if backward else 5
+    def linear(name: str, inputs: int, outputs: int, bias: bool) -> Shapes:
+        return {f"{name}.weight": (outputs, inputs)} | ({f"{name}.bias": (outputs,)} if bias else {})
 
-    def turning_units(self, itemsize: int, compiled: bool) -> float:
-        """Uncompiled: three passes in complex float32 (16 bytes a value); RMSNorm's six, of 36 bytes for 4.
-
-        Backward is twice as much. TorchTitan repeats keys and values for the queries that share them.
-        """
-        turned = 1 + self.heads_of_keys / self.heads
-        uncompiled = (16 * turned + 2 * (36 - 4)) / itemsize
-        repeated = 2 * turned * (not self.fused and self.heads_of_keys < self.heads)
-        return self.rotary * (2 * turned if compiled else uncompiled) + repeated
+    norm = lambda name: {f"{name}.weight": (dim,), f"{name}.bias": (dim,)}  # noqa: E731
+    qkv = dim + 2 * dim // heads * (kv_heads or heads)
+    block = norm("attention_norm") | linear("attention.qkv", dim, qkv, qkv_bias)
+    block |= linear("attention.projection", dim, dim, biases) | norm("mlp_norm")
+    block |= linear("mlp.up", dim, mlp_dim, biases) | linear("mlp.down", mlp_dim, dim, biases)
+    block |= linear("mlp.gate", dim, mlp_dim, biases) if kind.get("gated") else {}
+    ends = {"embedding.weight": (vocabulary, dim)}, norm("norm") | linear("head", dim, vocabulary, biases)
+    return LanguageModel(tokens, dim, layers, heads, 0, vocabulary, block, *ends, **kind)
 
 
 RUNS = Path(__file__).with_name("published_runs.toml")
@@ -147,19 +133,19 @@ def published_runs() -> list[tuple[dict[str, Any], Architecture]]:
         # Models of these programs have a matrix each for q, k and v.
         apart = any(part in run["source"] for part in ("torchtitan", "fms-fsdp"))
         changes = {"fused": False} if apart else {}
-        model = published_model(run["model"], run["tokens"], published["models"], changes)
-        found.append((run, model))
+        found.append((run, published_model(run["model"], run["tokens"], published["models"], changes)))
     return found
 
 
 def published_model(
     name: str, tokens: int, models: dict[str, dict[str, Any]], changes: dict[str, Any] | None = None
 ) -> Architecture:
-    """Tokens of a language model are looked up, and its head gives one value a word."""
-    model = models[name] | (changes or {})
-    if words := model.get("vocabulary"):
-        return LanguageModel(**{"tokens": tokens, "in_features": 0, "out_features": words, **model})
-    return Architecture(tokens=tokens, **model)
+    """A language model, or a ViT, of which a token's values are given."""
+    keys = dict(models[name])
+    if "vocabulary" in keys:
+        return language_model(tokens, **keys | (changes or {}))
+    shape = [keys[key] for key in ("in_features", "out_features", "dim", "layers", "heads")]
+    return vit_architecture((tokens, 1), (1, 1), *shape, mlp_dim=keys["mlp_dim"])
 
 
 @dataclass(frozen=True)
@@ -170,34 +156,115 @@ class PublishedRun(Workload):
     attention: str = "flash"  # FlashAttention-2, of their time
 
     @property
-    def casts_norms(self) -> bool:
-        """These programs use FSDP's mixed precision without autocast, or norms in half precision."""
-        return super().casts_norms and not self.uses_fsdp
-
-    @property
-    def gathered_itemsize(self) -> int:
-        """TorchTitan casts to float8 before it gathers (torchao's Float8ColwiseParallel and Rowwise)."""
-        fused = isinstance(self.model, LanguageModel) and self.model.fused
-        return 1 if self.float8 and not fused else self.itemsize
-
-    @property
     def stages_of_rank(self) -> int:
         return self.virtual_stages or super().stages_of_rank
+
+
+class OtherRates:
+    """Seconds of a device's operations as other programs have them."""
+
+    def __init__(self, run: dict[str, Any], device: Device, work: Workload, model: LanguageModel) -> None:
+        self.linear_seconds = device.linear_seconds
+        self.run, self.device, self.work, self.model = run, device, work, model
+
+    def attention_seconds(self, *arguments: Any) -> float:
+        """A causal mask leaves half of the tiles, where a kernel has tiles."""
+        tiled = self.model.causal and self.work.attention != "math"
+        scores = (1 + CAUSAL_BLOCK / self.model.tokens) / 2 if tiled else 1.0
+        return scores * self.device.attention_seconds(*arguments)
+
+    def elementwise_seconds(self, size: float, dtype: str = "float32", operation: str = "copy") -> float:
+        return self.factor(operation) * self.device.elementwise_seconds(size, dtype, operation)
+
+    def factor(self, operation: str) -> float:
+        """Bytes that they move over those of this program."""
+        model, work, backward = self.model, self.work, operation.endswith("_backward")
+        if operation.startswith("gelu") and model.gated:
+            return GATED[work.compiled, backward]
+        if operation == "sum":  # of biases, and of gradients of what several matrices multiply
+            biases = 5 + model.mlp_dim / model.dim
+            apart = 0 if model.fused else 2 + model.gated
+            return model.biases + 3 * work.degrees.tp * apart / biases
+        if operation.startswith("layer_norm"):
+            return 1 + self.rotated(backward) / PASSES[work.compiled, backward][operation]
+        if operation == "norm cast":  # FSDP's mixed precision has no autocast, or norms in half precision
+            return float(not work.uses_fsdp)
+        if operation.startswith("float8"):  # Transformer Engine's kernels are fused
+            return FLOAT8_BANDWIDTH if is_nvidias(self.run) else self.casts(backward)
+        if operation == "exchange" and work.degrees.tp > 1:  # torchao casts to float8 before it gathers
+            return 0.0 if self.run.get("async_tp") else 0.75 if work.float8 and not model.fused else 1.0
+        return 1.0
+
+    def rotated(self, backward: bool) -> float:
+        """Units of rotating queries and keys, uncompiled in three passes of complex float32 (16 bytes a
+        value), and of RMSNorm's six, of 36 bytes for 4. TorchTitan repeats keys and values for the queries
+        that share them.
+        """
+        keys = (self.model.qkv_features / self.model.dim - 1) / 2
+        uncompiled = (16 * (1 + keys) + 2 * (36 - 4)) / self.work.itemsize * (1 + backward)
+        once = 2 * (1 + keys) if self.work.compiled else uncompiled
+        return self.model.rotary * once + 2 * (1 + keys) * (not self.model.fused and keys < 1)
+
+    def casts(self, backward: bool) -> float:
+        """Part of the casts to float8: torchao gathers inputs of column-wise matrices, and gradients of the
+        outputs of row-wise ones, that the rank of their tokens has cast.
+        """
+        tp, whole, found = self.work.degrees.tp, 0.0, 0.0
+        for name, shape in cut(self.model.block, tp).items():
+            if len(shape) == 2:
+                cast, rest = FLOAT8_CAST * shape[0 if backward else 1], FLOAT8_TRANSPOSE * sum(shape)
+                is_gathered = not self.model.fused and (name in ROW) == backward
+                found += cast / (tp if is_gathered else 1) + rest * backward
+                whole += cast + rest * backward
+        return found / whole
+
+
+def is_nvidias(run: dict[str, Any]) -> bool:
+    return "nvidia" in run["source"].lower()
 
 
 def workload(run: dict[str, Any], model: Architecture) -> Workload:
     degrees = Degrees(**run.get("degrees", {}))
     own = {key: value for key, value in run.items() if key not in LISTS["about"]}
-    own["fused_casts"] = "nvidia" in run["source"].lower()
+    if own.get("ac_mode") == "every_second_product":
+        own["ac_mode"] = "selective"  # and half of the products, in planned_seconds
     batch = run["local_batch"] * degrees.dp * run.get("accumulation", 1)
-    values = model.tokens * model.out_features * (not model.reads_words)
+    values = model.tokens * model.out_features * (not isinstance(model, LanguageModel))
     return PublishedRun(model, degrees, global_batch=batch, field_values=values, input_values=values, **own)
+
+
+def planned_seconds(run: dict[str, Any], work: Workload, cluster: Cluster) -> float:
+    """Seconds of a step, with what other programs do that this one has no option for."""
+    model, device, tp = work.model, cluster.device, work.degrees.tp
+    if not isinstance(model, LanguageModel):
+        return step_time(work, cluster).total
+    cluster = replace(cluster, measured=OtherRates(run, device, work, model))
+    time = step_time(work, cluster)
+    tokens = work.states_at_once * work.rank_tokens * work.itemsize
+    more = tokens * model.out_features * LOSS_BYTES / 2 / device.bandwidth
+    if run.get("ac_mode") == "every_second_product":  # TorchTitan's "selective op": attention is kept
+        more += work.rank_layers * sum(linear_seconds(work, cluster.rates, False).values()) / 2
+    overlapped = run.get("async_tp", False) and tp > 1
+    if overlapped and not is_nvidias(run):
+        # Products with a reduce-scatter copy partial sums of all tokens to their ranks (torch's
+        # _symmetric_memory), which read and add them; in the passes forward, back, and forward again.
+        moved = 2 * (3 * tp + 1) * (3 if work.ac_mode == "full" else 2) * tokens * model.dim
+        more += work.rank_layers * moved / device.bandwidth
+    more *= work.passes * spread(work.degrees.world)
+    # Products hide all but the first part of their collectives, or torchao gathers in float8.
+    exposed, computing = time.classes.get("exposed tensor parallel", 0.0), sum(time.computing.values())
+    part = 1 / tp if overlapped else 0.75 if work.float8 and not model.fused else 1.0
+    part *= 1.25 if run.get("ac_mode") == "every_second_product" else 1.0  # which gathers again
+    saved = min(exposed * (1 - part), time.classes["matmul"])
+    idle = time.classes.get("bubble", 0.0) * (more - saved) / (computing + exposed)
+    return time.total + more - saved + idle
 
 
 def judged(run: dict[str, Any], model: Architecture) -> dict[str, Any]:
     work, cluster = workload(run, model), load_cluster(run["cluster"], [MACHINES])
-    time, layout = step_time(work, cluster), layout_kind(work)
-    rate, mfu = time.samples_per_second, time.mfu(work, cluster.device.peak["bf16"])
+    layout, is_language = layout_kind(work), isinstance(model, LanguageModel)
+    rate = work.global_batch / planned_seconds(run, work, cluster)
+    mfu = work.sample_flops * rate / (cluster.device.peak["bf16"] * work.degrees.world)
     if run["unit"] == "tokens/s/GPU":
         rate = rate * model.tokens / work.degrees.world
     framework = next(name for part, name in LISTS["frameworks"].items() if part in run["source"])
@@ -210,7 +277,7 @@ def judged(run: dict[str, Any], model: Architecture) -> dict[str, Any]:
         "error": rate / run["rate"] - 1,
         "mfu": mfu,
         "published_mfu": mfu * run["rate"] / rate,
-        "kind": f"{layout if model.reads_words else VIT}, {family}",
+        "kind": f"{layout if is_language else VIT}, {family}",
         "group": run["use"],
         "framework": framework,
         "machine": cluster.device.name,
@@ -224,8 +291,8 @@ def judged(run: dict[str, Any], model: Architecture) -> dict[str, Any]:
         "peak": cluster.device.peak["bf16"],
         "float8": work.float8,
         "dtype": work.dtype,
-        "checkpointing": work.ac_mode,
-        "language": work.model.reads_words,
+        "checkpointing": run.get("ac_mode", "none"),
+        "language": is_language,
     }
 
 
@@ -235,9 +302,10 @@ def label(run: dict[str, Any], work: Workload) -> str:
     whole = f"fsdp{work.degrees.world}" if list(named) == ["shard"] else degrees or "one"
     kind = "float8" if work.float8 else {"float32": "fp32", "bfloat16": "bf16"}[work.dtype]
     again = {"none": "", "every_second_product": ", op", "every_n_blocks": f", every {work.every_n}"}
-    compiled = (" compiled" if work.compiled else "") + (" async" if work.async_tp else "")
+    compiled = (" compiled" if work.compiled else "") + (" async" if run.get("async_tp") else "")
     tokens = f"{work.model.tokens / 1024:.0f}k" if work.model.tokens > 9999 else str(work.model.tokens)
-    recomputed = again.get(work.ac_mode, f", {work.ac_mode}")
+    mode = run.get("ac_mode", "none")
+    recomputed = again.get(mode, f", {mode}")
     schedule = f", {work.schedule}" if work.degrees.pp > 1 else ""
     return f"{run['model']} {tokens} {run['cluster']}: {whole}, {kind}{compiled}{recomputed}{schedule}"
 
@@ -347,20 +415,21 @@ def peaks_table() -> str:
     for run, model in published_runs():
         if published := run.get("peak_gib"):
             work = workload(run, model)
-            peak = allocated_peak(work, run.get("compiled_loss", False)) / GIB
+            peak = allocated_peak(run, work) / GIB
             planned = peak * (1 + ALLOCATOR_SLACK)
             numbers = f"{published:>10.1f}{planned:>9.1f}{planned - peak:>7.1f}"
             lines.append(f"{label(run, work):<92}{numbers}{planned / published - 1:>+8.1%}")
     return "\n".join(lines)
 
 
-def allocated_peak(work: Workload, compiled_loss: bool) -> float:
+def allocated_peak(run: dict[str, Any], work: Workload) -> float:
     """Bytes of the planner's moments, with what TorchTitan does otherwise."""
-    if work.ac_mode != "every_second_product":
+    compiled_loss = run.get("compiled_loss", False)
+    if run.get("ac_mode") != "every_second_product":
         return max(sum(parts.values()) for parts in moments(work, compiled_loss))
     # Recomputes wk, wo and w3: keeps attention's output, wq, wv, w1 and w2 next to the block's input.
     model, kept = work.model, work.replace(ac_mode="full")
-    units = 2 + model.heads_of_keys / model.heads + model.mlp_dim / model.dim + 1
+    units = 2 + (model.qkv_features / model.dim - 1) / 2 + model.mlp_dim / model.dim + 1
     more = work.rank_layers * units * unit_bytes(work)
     return max(sum(parts.values()) + more for parts in moments(kept, compiled_loss) if "activations" in parts)
 
@@ -375,7 +444,7 @@ def moments(work: Workload, compiled_loss: bool) -> list[dict[str, float]]:
     if work.degrees.pp == 1:
         found["loss"]["loss"] = logits * (0.5 if compiled_loss else 3 + (work.degrees.tp > 1))
     elif work.float8:
-        gathered = work.rank_layers * padded(cut(work.model.block(), work.degrees.tp), work.fsdp_ranks)
+        gathered = work.rank_layers * padded(cut(work.model.block, work.degrees.tp), work.fsdp_ranks)
         found = {name: {**parts, "float8": -gathered} for name, parts in found.items()}
     return list(found.values())
 

@@ -204,9 +204,9 @@ class Archive:
         Raises DataError if files differ in it.
         """
         if name in self._static:
-            (first, position), *others = self._static[name]
+            (first, position), *more = self._static[name]
             values = first.read_one(position)
-            for field, position in others[:: max(1, len(others) // COMPARED_DATES)]:
+            for field, position in more[:: max(1, len(more) // COMPARED_DATES)]:
                 if not np.array_equal(field.read_one(position), values, equal_nan=True):
                     reason = f"{name} is another in {field.path} than in {first.path}"
                     raise DataError(f"{self.path!r}: {reason}: remove one of them")

@@ -145,12 +145,12 @@ def _find_names(
     return (surface_name(name, [*file.arrays], described),)
 
 
-def surface_name(text: str, others: Iterable[str], described: str = "") -> str:
+def surface_name(text: str, siblings: Iterable[str], described: str = "") -> str:
     """Return the WeatherBench2 name of an array or channel without a level axis: see `surface_or_level`.
 
     A bare z is the surface's: so in CDS single levels, and in most files of static fields.
     """
-    return "geopotential_at_surface" if text == "z" else surface_or_level(text, others, described)
+    return "geopotential_at_surface" if text == "z" else surface_or_level(text, siblings, described)
 
 
 def _read_levels(file: OpenFile, name: str) -> list[int]:

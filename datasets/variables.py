@@ -99,11 +99,11 @@ def full_name(text: str) -> str:
     return text
 
 
-def surface_or_level(text: str, others: Iterable[str], described: str) -> str:
+def surface_or_level(text: str, siblings: Iterable[str], described: str) -> str:
     """Return the name of an array or channel without a level axis, of which the short name may mean a height
     above the ground in m or a level in hPa ("u100", "v10"). Raises DataError if nothing decides.
 
-    others: names of all arrays or channels there; described: what attributes say of this one. They decide;
+    siblings: names of all arrays or channels there; described: what attributes say of this one. They decide;
     without them a level that other variables have is one, and so is a gap in a series of levels. At 10 the
     height is customary.
     """
@@ -114,7 +114,7 @@ def surface_or_level(text: str, others: Iterable[str], described: str) -> str:
     says_level, says_height = LEVEL_WORDS.search(described.lower()), HEIGHT_WORDS.search(described.lower())
     if says_level or says_height:
         return name if says_height else on_level
-    named = [split_name(full_name(other)) for other in others if ":" in full_name(other)]
+    named = [split_name(full_name(other)) for other in siblings if ":" in full_name(other)]
     own = [level for base, level in named if base == SHORT_NAMES[match[1]] and level]
     if any(level == number for _, level in named) or min(own, default=number) < number < max(own, default=0):
         return on_level

@@ -19,10 +19,12 @@ import torch.distributed as dist
 
 from config import wall_time_seconds
 from errors import (
+    ENDED,
     EXIT_SAVED,
     FAILED,
     INTERRUPTED,
     INTERRUPTED_AGAIN,
+    attempt_folder,
     handle_stop_signals,
     print_message,
     refuse,
@@ -72,6 +74,8 @@ class Agreement:
     def close(self) -> None:
         """Ignore further signals: the run has ended, and its exit code is known."""
         handle_stop_signals(signal.SIG_IGN)
+        if folder := attempt_folder():
+            (folder / ENDED).touch()  # the launcher does not kill what ends by itself
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         if number == signal.SIGINT and self.request:

@@ -13,6 +13,7 @@ from tempfile import TemporaryDirectory
 
 from errors import (
     BAD_INPUT,
+    ENDED,
     EXIT_SAVED,
     FAILED,
     INTERRUPTED,
@@ -44,7 +45,7 @@ JOIN_SECONDS = 900  # that the nodes of a job wait for each other
 class Node(StaticTCPRendezvous):
     """Static rendezvous; its store listens at the endpoint alone, and no rank restarts after a signal."""
 
-    stopping, attempt = False, -1
+    stopping, attempt, log_folder = False, -1, Path()
 
     def __init__(self, given: RendezvousParameters) -> None:
         host, _, port = given.endpoint.rpartition(":")
@@ -72,8 +73,10 @@ class Node(StaticTCPRendezvous):
 
 def forward_signal(number: int, *_: object) -> None:
     """Send a signal to the ranks alone: torchelastic sends it to their loader processes too, which would end
-    before the save. Before there are ranks, and at a second Ctrl-C, end at once.
+    before the save. Before there are ranks, and at a second Ctrl-C, end at once, unless the run has ended.
     """
+    if any(Node.log_folder.glob(f"*/attempt_{Node.attempt}/{ENDED}")):
+        return
     ranks = Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()
     again = number == signal.SIGINT and Node.stopping
     for rank in ranks:
@@ -115,7 +118,9 @@ def main() -> None:
     logging.getLogger("torch.distributed").setLevel(logging.CRITICAL)  # what ranks report is enough
     rendezvous_handler_registry.register(BACKEND, Node)
     with one_line_errors(), TemporaryDirectory(prefix="rossby-", ignore_cleanup_errors=True) as folder:
+        Node.log_folder = Path(folder)
         code = run_ranks([f"--log-dir={folder}", *sys.argv[1:]])
+        handle_stop_signals(signal.SIG_IGN)  # the code is known
     sys.stderr.flush()
     os._exit(code)  # a further signal would end Python's shutdown with another code
 

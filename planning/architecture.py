@@ -1,136 +1,78 @@
-"""A transformer as the planner sees it: shapes, and no modules.
+"""A transformer as the planner sees it: shapes, read from the model of models/vit.py on meta tensors.
 
 Shapes: T tokens of a sample, D width, M hidden width of the MLP.
 """
 
 import math
-from dataclasses import dataclass
-from typing import ClassVar
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from config import Model
+from models.registry import build_model
 
 Shapes = dict[str, tuple[int, ...]]
 
-COLUMN = ("attention.qkv.", "mlp.up.", "mlp.gate.", "patch_embedding.")  # rows are dealt out over tp
+COLUMN = ("attention.qkv.", "mlp.up.", "mlp.gate.", "patch_embedding.")  # rows are sharded over tp
 ROW = ("attention.projection.weight", "mlp.down.weight", "head.weight")  # columns are; biases are whole
 
 
 @dataclass(frozen=True)
 class Architecture:
-    """The ViT of models/vit.py. benchmarks/planner_published.py derives language models from it."""
+    """A transformer of `layers` equal blocks."""
 
     tokens: int  # T
     dim: int  # D
     layers: int
     heads: int
-    mlp_dim: int  # M
     in_features: int  # values of a token that the patch embedding takes
     out_features: int  # values of a token that the head gives
-    qkv_bias: bool = True
+    block: Shapes = field(hash=False)  # parameters of one block
+    first: Shapes = field(hash=False)  # parameters before the first block
+    last: Shapes = field(hash=False)  # parameters after the last block
     qk_norm: bool = False
-    learned_position: bool = True
-    axial: bool = False  # queries and keys are turned by row and column: models/embeddings.py
-    biases: ClassVar[bool] = True
-    reads_words: ClassVar[bool] = False
-    loss_bytes: ClassVar[int] = 0  # read and written by the loss, for each number that the head gives
-    gradient_sums: ClassVar[int] = 0  # of the gradients of a tensor that several matrices of a block multiply
+    rotary: bool = False  # queries and keys are rotated by row and column: models/embeddings.py
 
     @property
     def head_dim(self) -> int:
         return self.dim // self.heads
 
     @property
-    def heads_of_keys(self) -> int:
-        """Heads of keys, and of values."""
-        return self.heads
+    def mlp_dim(self) -> int:
+        return self.block["mlp.up.weight"][0]
 
     @property
     def qkv_features(self) -> int:
-        return self.dim + 2 * self.head_dim * self.heads_of_keys
+        return self.block["attention.qkv.weight"][0]
 
     @property
-    def hidden_kept(self) -> float:
-        """Values that the MLP keeps before its activation, and as many after it, over the width."""
-        return self.mlp_dim / self.dim
-
-    def activation_passes(self, compiled: bool, backward: bool) -> int:
-        """Return the reads and writes of the MLP's hidden values by its activation."""
-        return 3 if backward else 2
-
-    def turning_units(self, itemsize: int, compiled: bool) -> float:
-        """Return the units of rotating queries and keys as models/embeddings.py does.
-
-        Compiled one pass each. Uncompiled, of a value: products 16 bytes, their sums 12, both halves put
-        together 8, and of half precision 12 to float32 and back.
-        """
-        uncompiled = (36 + 12 * (itemsize < 4)) / itemsize
-        return 2 * self.axial * (2 if compiled else uncompiled)
-
-    def computed_scores(self, attention: str) -> float:
-        """Return the fraction of the T x T scores that a kernel of attention computes."""
-        return 1.0
-
-    def block(self) -> Shapes:
-        """Parameters of one block, by the names of models/vit.py."""
-        d, m = self.dim, self.mlp_dim
-        shapes: Shapes = {"attention_norm.weight": (d,), "attention_norm.bias": (d,)}
-        shapes |= self._linear("attention.qkv", d, self.qkv_features, self.qkv_bias)
-        if self.qk_norm:
-            norms = ("attention.q_norm", "attention.k_norm")
-            shapes |= {f"{n}.{part}": (self.head_dim,) for n in norms for part in ("weight", "bias")}
-        shapes |= self._linear("attention.projection", d, d, self.biases)
-        shapes |= {"mlp_norm.weight": (d,), "mlp_norm.bias": (d,)}
-        shapes |= self._linear("mlp.up", d, m, self.biases)
-        return shapes | self._linear("mlp.down", m, d, self.biases)
-
-    def first(self) -> Shapes:
-        """Parameters before the first block."""
-        shapes = self._linear("patch_embedding", self.in_features, self.dim, True)
-        if self.learned_position:
-            shapes["position.embedding"] = (self.tokens, self.dim)
-        return shapes
-
-    def last(self) -> Shapes:
-        """Parameters after the last block."""
-        norm: Shapes = {"norm.weight": (self.dim,), "norm.bias": (self.dim,)}
-        return norm | self._linear("head", self.dim, self.out_features, self.biases)
-
-    @staticmethod
-    def _linear(name: str, inputs: int, outputs: int, bias: bool) -> Shapes:
-        shapes: Shapes = {f"{name}.weight": (outputs, inputs)}
-        return shapes | ({f"{name}.bias": (outputs,)} if bias else {})
-
-    @property
-    def block_parameters(self) -> int:
-        return count(self.block())
-
-    @property
-    def parameters(self) -> int:
-        return self.layers * self.block_parameters + count(self.first()) + count(self.last())
+    def matrices(self) -> list[tuple[int, ...]]:
+        """Shapes of the matrices of one block."""
+        return [shape for shape in self.block.values() if len(shape) == 2]
 
     @property
     def matrix_parameters(self) -> int:
-        """Parameters of the matrices of one block."""
-        return sum(math.prod(shape) for shape in self.block().values() if len(shape) == 2)
+        return sum(map(math.prod, self.matrices))
+
+    @property
+    def parameters(self) -> int:
+        return self.layers * count(self.block) + count(self.first) + count(self.last)
 
     def matmul_flops(self) -> float:
         """FLOPs of one sample and block, forward: every token passes through each matrix."""
-        return sum(2.0 * self.tokens * math.prod(shape) for shape in self.block().values() if len(shape) == 2)
+        return 2.0 * self.tokens * self.matrix_parameters
 
     def attention_flops(self) -> float:
         """FLOPs of one sample and block, forward: two products of T x T x D."""
         return 4 * self.tokens**2 * self.dim
 
-    def block_flops(self) -> float:
-        """FLOPs of one sample and block, forward."""
-        return self.matmul_flops() + self.attention_flops()
-
     def flops(self) -> float:
         """Floating-point operations of one sample's forward pass; a training step has 3 x as many."""
         ends = 2 * self.tokens * self.dim * (self.in_features + self.out_features)
-        return self.layers * self.block_flops() + ends
+        return self.layers * (self.matmul_flops() + self.attention_flops()) + ends
 
 
 def count(shapes: Shapes) -> int:
-    return sum(math.prod(shape) for shape in shapes.values())
+    return sum(map(math.prod, shapes.values()))
 
 
 def cut(shapes: Shapes, tp: int) -> Shapes:
@@ -151,6 +93,25 @@ def padded(shapes: Shapes, ranks: int) -> int:
     return sum(math.ceil(s[0] / ranks) * ranks * math.prod(s[1:]) for s in shapes.values())
 
 
+def architecture_of(
+    model: Model, grid_shape: tuple[int, int], in_channels: int, out_channels: int
+) -> Architecture:
+    """Return the shapes of the configured ViT on a grid."""
+    built = build_model(
+        replace(model, num_layers=1), out_channels, in_channels - out_channels, grid_shape, True
+    )
+    shapes = {name: tuple(parameter.shape) for name, parameter in built.named_parameters()}
+    block = {name.removeprefix("blocks.0."): s for name, s in shapes.items() if name.startswith("blocks.")}
+    first = {name: s for name, s in shapes.items() if name.startswith(("patch_embedding.", "position."))}
+    last = {name: s for name, s in shapes.items() if name.startswith(("norm.", "head."))}
+    cells = math.prod(model.patch_size)
+    tokens = math.prod(math.ceil(n / p) for n, p in zip(grid_shape, model.patch_size, strict=True))
+    features = (in_channels * cells, out_channels * cells)
+    options = {"qk_norm": model.qk_norm, "rotary": model.position == "rotary"}
+    shape = (tokens, model.dim, model.num_layers, model.num_heads, *features)
+    return Architecture(*shape, block, first, last, **options)
+
+
 def vit_architecture(
     grid_shape: tuple[int, int],
     patch_size: tuple[int, int],
@@ -159,14 +120,8 @@ def vit_architecture(
     dim: int,
     layers: int,
     heads: int,
-    mlp_dim: int = 0,
-    **options: bool,
+    **options: Any,
 ) -> Architecture:
-    """The ViT of models/vit.py for a grid, which is padded to whole patches.
-
-    mlp_dim: 0 for 4 x dim. options: qkv_bias, qk_norm, learned_position and axial.
-    """
-    cells = math.prod(patch_size)
-    tokens = math.prod(math.ceil(n / p) for n, p in zip(grid_shape, patch_size, strict=True))
-    features = (in_channels * cells, out_channels * cells)
-    return Architecture(tokens, dim, layers, heads, mlp_dim or 4 * dim, *features, **options)
+    """Return the shapes of a ViT that no configuration has. options: other keys of [model]."""
+    model = Model("vit", patch_size, dim, layers, heads, **options)
+    return architecture_of(model, grid_shape, in_channels, out_channels)

@@ -1,7 +1,9 @@
-"""Times that planning/calibrate.py measured on a machine: stored as JSON, read at any size.
+"""Rates of the machine at hand: measured in under a minute at the shapes of a model, stored as JSON, read at
+any size.
 
 Rates depend on the shape, on a CPU by factors, so every measured shape keeps its own time; a shape in between
-takes the rate of its neighbours.
+takes the rate of its neighbours. All operations take turns, so that what else the machine does is in all
+alike and no operation finds its operands in the cache because it has just used them.
 """
 
 import dataclasses
@@ -9,18 +11,37 @@ import json
 import math
 import os
 import statistics
-from collections.abc import Iterable
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
+from itertools import product
 from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
 
 from command_line import text_table
-from errors import DataError
-from planning.hardware import PRECISION, Cluster, Device, Link
+from errors import ConfigError, DataError
+from models.attention import attention, check_backend
+from models.vit import Block
+from planning.hardware import PRECISION, Cluster, Device
 
-FORMAT = 1  # of the file
+FORMAT = 2  # of the file
 NEIGHBOURS = 4  # measured shapes that a rate is taken from
-UNITS = {"elementwise": ("GB/s", 1e9), "blocks": ("blocks/s", 1.0)}  # of rates, and what they are
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+# Larger products and tensors have the rates of these, and would take minutes.
+MAX_FLOPS = {"cpu": 2e10, "cuda": 4e12}  # of one product, or of one attention
+MAX_VALUES = {"cpu": 2**24, "cuda": 2**29}  # of a tensor that elementwise operations work on
+BLOCKS = 3  # that are run one after the other
+SECONDS = 30.0  # of repetitions
+REPETITIONS = (3, 25)  # at least, whatever they take; at most
+# A repetition that takes so many times the fastest was disturbed: on a busy machine operations on two threads
+# wait for the scheduler's 8 ms, and a median of all is up to 30 x too long.
+DISTURBED = 1.25
+TIMED_SECONDS = 2e-4  # an operation that takes less is timed several times over
 
 
 @dataclass(frozen=True)
@@ -35,7 +56,7 @@ class Timing:
 
     With x (rows, inputs) and a weight (outputs, inputs), "forward" is x w^T, (m, k, n) = (rows, inputs,
     outputs); "input_gradient" is dy w, (rows, outputs, inputs); "weight_gradient" is dy^T x, (outputs, rows,
-    inputs). Their operands lie differently in memory and their rates differ.
+    inputs). The order of their operands in memory differs, and so do their rates.
     """
 
     kind: str
@@ -69,7 +90,7 @@ def attention_flops(batch: int, heads: int, tokens: int, head_dim: int, backward
 
 @dataclass(frozen=True)
 class Calibration:
-    """Times on one machine, of a rank of `threads` threads while `ranks` such ranks were busy."""
+    """Times on one machine, of a rank of `threads` threads."""
 
     torch_version: str
     device_type: str  # "cpu" or "cuda"
@@ -77,10 +98,7 @@ class Calibration:
     processor: str  # of the host
     cores: int  # of the host
     threads: int  # of a rank
-    ranks: int  # that measured at once
     memory: int  # bytes: of the GPU, or of the host
-    launch: float  # seconds of an operator on next to nothing
-    allreduce: Link | None  # between two ranks of this host; None where there is one GPU
     timings: tuple[Timing, ...]
     float8: float = 1.0  # rate of products over that in bfloat16: not measured, the data sheet's of a device
 
@@ -101,7 +119,12 @@ class Calibration:
         return self._seconds(kind, dtype, (batch, heads, tokens, head_dim))
 
     def elementwise_seconds(self, size: float, dtype: str = "float32", operation: str = "copy") -> float:
-        """Seconds of an operation of planning/calibrate.py that reads and writes `size` bytes in all."""
+        """Seconds of an operation that reads and writes `size` bytes in all: as long as copying where
+        planning/calibration.py does not measure it, nothing for norms, which were measured as they are.
+        """
+        if operation == "norm cast":
+            return 0.0
+        operation = "copy" if operation.startswith(("exchange", "float8")) else operation
         return self._seconds(f"elementwise/{operation}", dtype, (max(round(size), 1),))
 
     def _seconds(self, kind: str, dtype: str, sizes: tuple[int, ...]) -> float:
@@ -109,7 +132,7 @@ class Calibration:
         if not rows:
             there = sorted({f"{row.kind} in {row.dtype}" for row in self.timings})
             raise DataError(f"calibration: no {kind} in {dtype}, only {', '.join(there)}; calibrate for it")
-        return max(work_of(kind, sizes) / interpolated_rate(rows, sizes), self.launch)
+        return work_of(kind, sizes) / interpolated_rate(rows, sizes)
 
     @property
     def noise(self) -> float:
@@ -119,19 +142,14 @@ class Calibration:
     def table(self) -> str:
         """Table of all measurements, one line an operation and shape."""
         device = self.processor if self.device_type == "cpu" else f"{self.device_name} on {self.processor}"
-        link = "one device, no link"
-        if self.allreduce:
-            alpha, beta = self.allreduce.latency * 1e6, self.allreduce.bandwidth / 1e9
-            link = f"all-reduce {alpha:.0f} us a step and {beta:.2f} GB/s"
-        rows: list[tuple[object, ...]] = [("", "", "", "ms", "rate")]
+        rows: list[tuple[object, ...]] = [("", "", "", "ms", "10^9/s")]  # FLOPs, bytes or blocks
         for row in self.timings:
-            unit, size = UNITS.get(row.kind.partition("/")[0], ("GFLOP/s", 1e9))
             shape = " x ".join(map(str, row.sizes))
-            rows.append((row.kind, row.dtype, shape, row.seconds * 1e3, row.rate / size, f" {unit}"))
+            rows.append((row.kind, row.dtype, shape, row.seconds * 1e3, row.rate / 1e9))
         return (
-            f"{device}: {self.ranks} x {self.threads} threads, torch {self.torch_version}\n"
-            f"an operator takes {self.launch * 1e6:.1f} us; {link}; others slowed all by {self.noise:.0%}\n"
-            f"{text_table('<34 <10 <22 >10.3f >8,.0f <8', rows)}"
+            f"{device}: {self.threads} threads, torch {self.torch_version}; "
+            f"others slowed all by {self.noise:.0%}\n"
+            f"{text_table('<34 <10 <28 >10.3f >10,.1f', rows)}"
         )
 
 
@@ -168,8 +186,7 @@ def calibrated(cluster: Cluster, measured: Calibration, devices: int | None = No
     rates = cluster.device.matmul
     measured = dataclasses.replace(measured, float8=rates.get("fp8", rates["bf16"]) / rates["bf16"])
     device = dataclasses.replace(cluster.device, name=f"{cluster.device.name}, calibrated")
-    inside = measured.allreduce or cluster.inside
-    cluster = dataclasses.replace(cluster, device=device, inside=inside, measured=measured)
+    cluster = dataclasses.replace(cluster, device=device, measured=measured)
     return cluster if devices is None else cluster.with_devices(devices)
 
 
@@ -193,8 +210,7 @@ def load_calibration(path: Path) -> Calibration:
         if values.pop("format") != FORMAT:
             raise ValueError(f"format is not {FORMAT}")
         timings = tuple(Timing(**row | {"sizes": tuple(row["sizes"])}) for row in values.pop("timings"))
-        link = values.pop("allreduce")
-        measured = Calibration(**values, timings=timings, allreduce=Link(**link) if link else None)
+        measured = Calibration(**values, timings=timings)
     except FileNotFoundError as error:
         raise DataError(f"calibration {path}: not there{again}") from error
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
@@ -219,3 +235,242 @@ def processor_name() -> str:
     lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
     return f"{names[0] if names else 'unknown'}, {os.cpu_count()} cores"
+
+
+# -- measuring
+
+
+@dataclass(frozen=True)
+class BlockShape:
+    """A block of the ViT: its operations are measured."""
+
+    batch: int
+    tokens: int
+    dim: int
+    heads: int
+    mlp_dim: int
+
+    @property
+    def linears(self) -> list[tuple[int, int, int]]:
+        """(rows, inputs, outputs) of its linear layers."""
+        d, m = self.dim, self.mlp_dim
+        return [(self.batch * self.tokens, k, n) for k, n in ((d, 3 * d), (d, d), (d, m), (m, d))]
+
+
+@dataclass(frozen=True)
+class Operation:
+    """Something to time, with what it is filed under."""
+
+    kind: str
+    dtype: str
+    sizes: tuple[int, ...]
+    run: Callable[[], Any]
+
+
+def calibrate(
+    blocks: Sequence[BlockShape],
+    backends: Sequence[str],
+    device: torch.device,
+    threads: int,
+    seconds: float = SECONDS,
+) -> Calibration:
+    """Times of a rank of `threads` threads on `device`.
+
+    TF32 is on or off as torch is set. `seconds` are spent on repetitions. `backends` are those of
+    models/attention.py; ConfigError where the device has no kernel for one, in no precision.
+    """
+    for backend in backends:
+        if not any(has_kernel(backend, device.type, dtype) for dtype in DTYPES):
+            check_backend(backend, device.type, torch.float32)
+    usual, on_gpu = torch.get_num_threads(), device.type == "cuda"
+    torch.set_num_threads(threads)
+    try:
+        timings = in_turns(list(operations(blocks, backends, device)), device, seconds)
+    finally:
+        torch.set_num_threads(usual)
+    return Calibration(
+        torch_version=torch_version(),
+        device_type=device.type,
+        device_name=torch.cuda.get_device_name(device) if on_gpu else "cpu",
+        processor=processor_name(),
+        cores=os.cpu_count() or 1,
+        threads=threads,
+        memory=memory_of(device),
+        timings=tuple(timings),
+    )
+
+
+def has_kernel(backend: str, device_type: str, dtype: str) -> bool:
+    try:
+        check_backend(backend, device_type, DTYPES[dtype])
+    except ConfigError:
+        return False
+    return True
+
+
+def memory_of(device: torch.device) -> int:
+    """Bytes of the GPU, or of the host."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_properties(device).total_memory
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+# -- what is timed
+
+
+def operations(
+    blocks: Sequence[BlockShape], backends: Sequence[str], device: torch.device
+) -> Iterator[Operation]:
+    """In every precision; shapes that several blocks have are timed once."""
+    linears = dict.fromkeys(shape for block in blocks for shape in block.linears)
+    attentions = dict.fromkeys((b.batch, b.heads, b.tokens, b.dim // b.heads) for b in blocks)
+    activations = dict.fromkeys((b.batch * b.tokens, n) for b in blocks for n in (b.dim, b.mlp_dim))
+    for dtype in DTYPES:
+        for shape in linears:
+            yield from linear_operations(*shape, dtype, device)
+        for shape, backend in product(attentions, backends):
+            if has_kernel(backend, device.type, dtype):
+                yield from attention_operations(*shape, dtype, backend, device)
+        for rows, width in activations:
+            yield from elementwise_operations(rows, width, dtype, device)
+        usual = backends[0] if has_kernel(backends[0], device.type, dtype) else "sdpa"
+        for block in blocks:
+            yield block_operation(block, dtype, usual, device)
+    yield adamw_operation(sum(inputs * outputs for _, inputs, outputs in linears), device)
+
+
+def linear_operations(
+    rows: int, inputs: int, outputs: int, dtype: str, device: torch.device
+) -> Iterator[Operation]:
+    """x w^T + b, and the two products of its backward, as torch.autograd has them."""
+    rows = max(min(rows, int(MAX_FLOPS[device.type] / (2 * inputs * outputs))), 1)
+    x, w, b, dy = tensors([(rows, inputs), (outputs, inputs), (outputs,), (rows, outputs)], dtype, device)
+    yield Operation("matmul/forward", dtype, (rows, inputs, outputs), lambda: F.linear(x, w, b))
+    yield Operation("matmul/input_gradient", dtype, (rows, outputs, inputs), lambda: dy @ w)
+    yield Operation("matmul/weight_gradient", dtype, (outputs, rows, inputs), lambda: dy.t() @ x)
+
+
+def attention_operations(
+    batch: int, heads: int, tokens: int, head_dim: int, dtype: str, backend: str, device: torch.device
+) -> Iterator[Operation]:
+    """q, k and v are parts of one tensor as in models/vit.py: kernels that want them otherwise copy them."""
+    whole = int(MAX_FLOPS[device.type] / (8 * tokens**2 * head_dim))  # heads of which a backward may be timed
+    heads = min(heads, max(whole, 1))
+    batch = min(batch, max(whole // heads, 1))
+    (qkv,) = tensors([(batch, tokens, heads, 3, head_dim)], dtype, device)
+    q, k, v = (x.detach().requires_grad_() for x in qkv.permute(3, 0, 2, 1, 4).unbind(0))
+    out = attention(q, k, v, backend)
+    gradient, sizes = torch.randn_like(out), (batch, heads, tokens, head_dim)
+
+    def backward() -> tuple[Tensor, ...]:
+        return torch.autograd.grad(out, (q, k, v), gradient, retain_graph=True)
+
+    yield Operation(f"attention/{backend}/forward", dtype, sizes, lambda: attention(q, k, v, backend))
+    yield Operation(f"attention/{backend}/backward", dtype, sizes, backward)
+
+
+def elementwise_operations(rows: int, width: int, dtype: str, device: torch.device) -> Iterator[Operation]:
+    """Operations between the products of a block; sizes are bytes read and written, without parameters."""
+    rows = max(min(rows, MAX_VALUES[device.type] // width), 1)
+    x, y, weight, bias = tensors([(rows, width)] * 2 + [(width,)] * 2, dtype, device)
+    other = torch.bfloat16 if dtype == "float32" else torch.float32
+    unit = x.numel() * x.element_size()
+    leaves = tuple(tensor.detach().requires_grad_() for tensor in (x, weight, bias))
+    norm, gelu = F.layer_norm(leaves[0], (width,), leaves[1], leaves[2]), F.gelu(leaves[0])
+
+    def backward(out: Tensor, of: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        return torch.autograd.grad(out, of, y, retain_graph=True)
+
+    runs: dict[str, tuple[int, Callable[[], Any]]] = {
+        "copy": (2 * unit, lambda: x.clone()),
+        "cast": (x.numel() * 6, lambda: x.to(other)),
+        "add": (3 * unit, lambda: x + y),
+        "sum": (unit, lambda: x.sum(0)),  # gradients of biases
+        "gelu": (2 * unit, lambda: F.gelu(x)),
+        "gelu_backward": (3 * unit, lambda: backward(gelu, leaves[:1])),
+        "layer_norm": (2 * unit, lambda: F.layer_norm(x, (width,), weight, bias)),
+        "layer_norm_backward": (3 * unit, lambda: backward(norm, leaves)),
+    }
+    for name, (size, run) in runs.items():
+        yield Operation(f"elementwise/{name}", dtype, (size,), run)
+
+
+def block_operation(block: BlockShape, dtype: str, backend: str, device: torch.device) -> Operation:
+    """Forward and backward of blocks one after the other, as in a model."""
+    tokens, dim, heads, mlp_dim = block.tokens, block.dim, block.heads, block.mlp_dim
+    batch = max(min(block.batch, MAX_VALUES[device.type] // (tokens * mlp_dim)), 1)
+    options = {"qkv_bias": True, "qk_norm": False, "drop": 0.0, "backend": backend}
+    blocks = nn.Sequential(*(Block(dim, heads, mlp_dim, **options) for _ in range(BLOCKS))).to(device)
+    (x,) = tensors([(batch, tokens, dim)], "float32", device)
+    autocast = torch.autocast(device.type, DTYPES[dtype], enabled=dtype != "float32")
+    x = (x if dtype == "float32" else x.to(DTYPES[dtype])).requires_grad_()
+
+    def run() -> None:
+        with autocast:
+            out = blocks(x)
+        out.backward(torch.ones_like(out))
+        blocks.zero_grad()
+        x.grad = None
+
+    return Operation(f"blocks/{backend}", dtype, (BLOCKS, batch, tokens, dim, heads, mlp_dim), run)
+
+
+def adamw_operation(number: int, device: torch.device) -> Operation:
+    """Fused, on `number` float32 parameters: four tensors are read and three written."""
+    (parameter,) = tensors([(min(number, MAX_VALUES[device.type]),)], "float32", device)
+    parameter.requires_grad_()
+    parameter.grad = torch.randn_like(parameter)
+    optimizer = torch.optim.AdamW([parameter], lr=1e-6, fused=True)
+    return Operation("elementwise/adamw", "float32", (28 * parameter.numel(),), optimizer.step)
+
+
+def tensors(shapes: list[tuple[int, ...]], dtype: str, device: torch.device) -> list[Tensor]:
+    return [torch.randn(shape, dtype=DTYPES[dtype], device=device) for shape in shapes]
+
+
+# -- timing
+
+
+def in_turns(todo: list[Operation], device: torch.device, seconds: float) -> list[Timing]:
+    """Time each operation in turn, round after round: the least number of repetitions, and more of them until
+    `seconds` have passed. The first two calls are not counted.
+    """
+    calls = [calls_for(operation, device) for operation in todo]
+    end, (least, most) = time.perf_counter() + seconds, REPETITIONS
+    times: list[list[float]] = [[] for _ in todo]
+    for repetition in range(most):
+        if repetition >= least and time.perf_counter() > end:
+            break
+        for operation, number, found in zip(todo, calls, times, strict=True):
+            found.append(seconds_of(operation, number, device))
+    return [
+        Timing(operation.kind, operation.dtype, operation.sizes, undisturbed(found), statistics.median(found))
+        for operation, found in zip(todo, times, strict=True)
+    ]
+
+
+def undisturbed(times: Sequence[float]) -> float:
+    """Median of the times near the fastest: of all, on a machine that does nothing else."""
+    limit = DISTURBED * min(times)
+    return statistics.median([seconds for seconds in times if seconds <= limit])
+
+
+def calls_for(operation: Operation, device: torch.device) -> int:
+    """Number of calls of an operation in one timing, from its second call."""
+    seconds_of(operation, 1, device)
+    return math.ceil(TIMED_SECONDS / max(seconds_of(operation, 1, device), 1e-7))
+
+
+def seconds_of(operation: Operation, calls: int, device: torch.device) -> float:
+    """Seconds of one call, the mean of `calls`."""
+    synchronize(device)
+    start = time.perf_counter()
+    for _ in range(calls):
+        operation.run()
+    synchronize(device)
+    return (time.perf_counter() - start) / calls
+
+
+def synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

@@ -22,25 +22,24 @@ PRECISIONS = ("bf16", "fp32", "fp8")  # "fp32" means TF32 where the device has i
 HEAD_SIZES = ("32", "48", "64", "80", "96", "128", "256")  # TOML's keys are text
 LINK = ("latency", "bandwidth")
 NEEDED = {PRECISIONS: ("bf16", "fp32"), LINK: LINK}  # of the keys of such tables
-DEVICE_KEYS = tuple(field.name for field in dataclasses.fields(Device) if field.name != "name")
-# Key of a machine -> what it takes: a type, or a table with these keys; (): a number.
-KEYS: dict[str, type | tuple[str, ...]] = {
+# Keys of a machine that are no numbers -> a type, or the keys of a table of numbers.
+OTHERS: dict[str, type | tuple[str, ...]] = {
     "like": str,  # a machine that has the rest
     "known_as": list,  # torch's names of the device
-    **dict.fromkeys(("memory", "reserved", "bandwidth", "launch", "watts"), ()),
+    "shared": bool,
     **dict.fromkeys(("peak", "matmul"), PRECISIONS),
     **dict.fromkeys(("attention_forward", "attention_backward"), HEAD_SIZES),
     **dict.fromkeys(("hopper_forward", "hopper_backward"), HEAD_SIZES),
     **dict.fromkeys(("inside", "between"), LINK),
-    **dict.fromkeys(("devices_per_node", "host_memory", "host_bandwidth", "host_link", "storage"), ()),
-    "cores": (),
-    **dict.fromkeys(("on_demand", "spot", "spot_interruptions", "failures", "pue"), ()),
-    "shared": bool,
-    "float32_attention": (),
 }
+DEVICE_KEYS = [field.name for field in dataclasses.fields(Device) if field.name != "name"]
+CLUSTER_KEYS = [field.name for field in dataclasses.fields(Cluster)]
+NO_KEYS = ("name", "device", "devices", "measured", "anchor")
+KEYS = ["like", "known_as", *DEVICE_KEYS, *(key for key in CLUSTER_KEYS if key not in NO_KEYS)]
 OPTIONAL = ("like", "known_as", "shared", "cores", "float32_attention", "hopper_forward", "hopper_backward")
-MAY_BE_ZERO = ("reserved", "launch", "on_demand", "spot", "spot_interruptions", "failures")
+MAY_BE_ZERO = ("reserved", "on_demand", "spot", "spot_interruptions", "failures")
 WHOLE = ("memory", "reserved", "devices_per_node", "host_memory")
+TAKES = {str: "text", list: "a list of names", bool: "true or false"}
 
 
 def load_cluster(name: str, files: Iterable[str | Path] = (), calibration: Path = CALIBRATION) -> Cluster:
@@ -75,13 +74,12 @@ def split_name(name: str, machines: list[str]) -> tuple[str, int | None]:
             if int(found[2]) > MOST_DEVICES:
                 raise ConfigError(f"cluster {name!r}: give at most {MOST_DEVICES:,} devices")
             return found[1], int(found[2])
-    spellings = (re.sub(r"x?\d*$", "", name.lower()), name.lower())
-    near = [match for text in spellings for match in difflib.get_close_matches(text, machines, 1)]
+    near = difflib.get_close_matches(re.sub(r"x?\d*$", "", name.lower()), machines, 1)
+    near += difflib.get_close_matches(name.lower(), machines, 1)
     meant = f"did you mean {near[0]!r}? " if near else ""
-    raise ConfigError(
-        f"cluster {name!r}: no such machine; {meant}give one of {', '.join(machines)} and how many devices, "
-        "as in a100x64"
-    )
+    known = ", ".join(machines)
+    reason = f"no such machine; {meant}give one of {known} and how many devices, as in a100x64"
+    raise ConfigError(f"cluster {name!r}: {reason}")
 
 
 def machine_known_as(device_name: str, files: Iterable[str | Path] = ()) -> str | None:
@@ -94,75 +92,72 @@ def machine_known_as(device_name: str, files: Iterable[str | Path] = ()) -> str 
 
 
 def all_machines(files: Iterable[str | Path] = ()) -> dict[str, Table]:
-    """Machines of clusters.toml and, over it, of the user's files. Raises ConfigError."""
+    """Machines of clusters.toml and, over it, of the user's files. Raises ConfigError.
+
+    A machine that is there, or the one that a new one is `like`, gives what is left out.
+    """
     tables: dict[str, Table] = {}
-    for file in (MACHINES, *map(Path, files)):
-        add_machines(tables, read_machines(file), file)
+    for path in (MACHINES, *map(Path, files)):
+        where = f"--clusters {path}"
+        for machine, table in read_machines(path).items():
+            base = table.get("like", machine)
+            if "like" in table and base not in tables:
+                known = ", ".join(tables)
+                raise ConfigError(f"{where}: {machine}.like = {base!r}: no such machine; one of {known}")
+            tables[machine] = tables.get(base, {}) | table
+            if missing := [key for key in KEYS if key not in tables[machine] and key not in OPTIONAL]:
+                fix = f"add {', '.join(missing)}, or like = the machine that has the same"
+                raise ConfigError(f"{where}: [{machine}] is not complete; {fix}")
     return tables
 
 
 def read_machines(path: Path) -> dict[str, Table]:
-    """Machine -> its keys, as they stand in `path`. ConfigError for what is no TOML or has unknown keys."""
+    """Machine -> its keys, as in `path`. ConfigError for what is no TOML or has unknown keys."""
     try:
         tables = tomllib.loads(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
         raise ConfigError(f"--clusters {path}: {error}; give a TOML file of machines") from error
     for machine, table in tables.items():
         if not isinstance(table, dict):
-            raise ConfigError(f"--clusters {path}: {machine} stands outside a machine; put it below [name]")
+            raise ConfigError(f"--clusters {path}: {machine} is outside a machine; put it below [name]")
         for key, value in table.items():
-            _check(f"--clusters {path}: {machine}.{key} = {value!r}", key, value)
+            if fix := what_is_wrong(key, value):
+                raise ConfigError(f"--clusters {path}: {machine}.{key} = {value!r}: {fix}")
     return tables
 
 
-def add_machines(tables: dict[str, Table], more: dict[str, Table], path: Path) -> None:
-    """Into `tables`; a machine that is there, or the one that a new one is `like`, gives what is left out."""
-    for machine, table in more.items():
-        where, base = f"--clusters {path}", table.get("like", machine)
-        if "like" in table and base not in tables:
-            known = ", ".join(tables)
-            raise ConfigError(f"{where}: {machine}.like = {base!r}: no such machine; one of {known}")
-        tables[machine] = tables.get(base, {}) | table
-        if missing := [key for key in KEYS if key not in tables[machine] and key not in OPTIONAL]:
-            fix = f"add {', '.join(missing)}, or like = the machine that has the same"
-            raise ConfigError(f"{where}: [{machine}] is not complete; {fix}")
-
-
-def _check(where: str, key: str, value: Any) -> None:
-    """ConfigError unless `value` is what `key` takes."""
+def what_is_wrong(key: str, value: Any) -> str:
+    """Return "" if `value` is what `key` takes, or else what to do."""
     if key not in KEYS:
         near = difflib.get_close_matches(key, KEYS, 1)
-        raise ConfigError(f"{where}: no such key; " + (f"did you mean {near[0]}?" if near else "remove it"))
-    takes = KEYS[key]
+        return f"no such key; did you mean {near[0]}?" if near else "no such key; remove it"
+    takes = OTHERS.get(key)
+    if takes is None:
+        right = is_positive(value) or (key in MAY_BE_ZERO and value == 0)
+        return "" if right else "give a positive number"
     if isinstance(takes, type):
-        right = isinstance(value, takes)
-        what = {str: "text", list: "a list of names", bool: "true or false"}[takes]
-    elif takes:
-        right = isinstance(value, dict) and all(map(_positive, value.values())) and set(value) <= set(takes)
-        needed = NEEDED.get(takes, ())
-        right = right and bool(value) and set(needed) <= set(value)
-        what = f"a table of positive numbers with the keys {', '.join(takes)}"
-        what += f" (at least {', '.join(needed)})" if needed else ""
-    else:
-        right, what = _positive(value) or (key in MAY_BE_ZERO and value == 0), "a positive number"
-    if not right:
-        raise ConfigError(f"{where}: give {what}")
+        return "" if isinstance(value, takes) else f"give {TAKES[takes]}"
+    needed = NEEDED.get(takes, ())
+    right = isinstance(value, dict) and value and all(map(is_positive, value.values()))
+    if right and set(needed) <= set(value) <= set(takes):
+        return ""
+    fix = f"give a table of positive numbers with the keys {', '.join(takes)}"
+    return fix + (f" (at least {', '.join(needed)})" if needed else "")
 
 
-def _positive(value: Any) -> bool:
+def is_positive(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < float("inf")
 
 
 def build_cluster(machine: str, table: Table) -> Cluster:
     """One node of a machine."""
     values = {key: value for key, value in table.items() if key not in ("like", "known_as")}
-    for key, takes in KEYS.items():
+    for key, takes in OTHERS.items():
         if takes is HEAD_SIZES:
             values[key] = {int(head_size): rate for head_size, rate in values.get(key, {}).items()}
         elif takes is LINK:
             values[key] = Link(**values[key])
-        elif key in WHOLE:
-            values[key] = round(values[key])
+    values |= {key: round(values[key]) for key in WHOLE}
     device = Device(machine, **{key: values.pop(key) for key in DEVICE_KEYS if key in values})
     devices = values["devices_per_node"]
     if values.get("shared"):  # as one rank, then as many as there are cores

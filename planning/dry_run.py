@@ -50,8 +50,7 @@ class DryRun:
     """Memory and communication of one rank in a step, in bytes."""
 
     degrees: Degrees
-    total_parameters: int  # bytes of the whole model in float32
-    replicated: int  # of `parameters`: what tensor parallelism leaves whole, beyond an even part
+    total_parameters: int  # of the whole model in float32
     parameters: int  # of this rank, master copies
     gradients: int
     optimizer: int
@@ -59,28 +58,18 @@ class DryRun:
     collectives: str  # a table of `calls`
     calls: Counter[Collective]
 
-    @property
-    def padding(self) -> int:
-        """Bytes beyond an even part: of shards that have a first dim which the ranks do not divide."""
-        even = self.total_parameters // (self.degrees.world // (self.degrees.dp_replicate * self.degrees.pp))
-        return max(self.parameters - self.replicated - even, 0) if self.degrees.pp == 1 else 0
-
     def table(self) -> str:
         fraction = self.total_parameters / max(self.parameters, 1)
-        whole = mib(self.total_parameters).strip()
+        whole = f"1/{fraction:.2f} of {mib(self.total_parameters).strip()}"
         lines = [
             f"rank 0 of {self.degrees.world}: {self.degrees}",
-            f"{'parameters':<28}{mib(self.parameters)}   1/{fraction:.2f} of {whole}",
-            f"    {'whole on every tp rank':<24}{mib(self.replicated)}   norms, positions, some biases",
-            f"    {'padding of shards':<24}{mib(self.padding)}",
+            f"{'parameters':<28}{mib(self.parameters)}   {whole}",
             f"{'gradients':<28}{mib(self.gradients)}",
             f"{'optimiser states':<28}{mib(self.optimizer)}",
-            f"peak of the step{'':<12}{mib(self.peak.get('Total', 0))}",
+            f"{'peak of the step':<28}{mib(self.peak.get('Total', 0))}",
             *(f"    {kind:<24}{mib(size)}" for kind, size in self.peak.items() if kind != "Total" and size),
-            "",
-            self.collectives,
         ]
-        return "\n".join(lines)
+        return "\n".join([*lines, "", self.collectives])
 
 
 def mib(size: int) -> str:
@@ -142,7 +131,6 @@ def _run(config: Config, fields: Fields) -> DryRun:
     return DryRun(
         mesh.degrees,
         4 * assembly.num_parameters,
-        sum(map(beyond_even_part, parameters)),
         sum(map(local_bytes, parameters)),
         gradients,
         sum(map(local_bytes, states)),
@@ -191,7 +179,7 @@ class StepTracker(MemTracker):
         return super().__torch_dispatch__(func, types, args, kwargs)
 
     def _update_peak_stats(self, peak_state: object) -> None:
-        """Keep the peak of the step alone: torch walks all modules at every operator to keep theirs."""
+        """Keep the peak of the step only: torch walks all modules at every operator to keep theirs."""
         for device, snapshot in self._curr_mem_snap.items():
             if self._peak_mem.get(device, 0) < snapshot["Total"]:
                 self._peak_mem[device] = snapshot["Total"]
@@ -225,7 +213,7 @@ def tracking(tracker: StepTracker) -> Iterator[None]:
 
 
 class FakeBatches:
-    """The micro-batches of a step. Those that only accumulate are alike: the first stands for all of them."""
+    """The micro-batches of a step. Those that only accumulate are alike: the first represents all."""
 
     def __init__(self, config: Config, fields: Fields, degrees: Degrees, record: Recorder) -> None:
         training = config.training
@@ -349,12 +337,3 @@ def make_states(model: ParallelModel, state: TrainState) -> None:
 def local_bytes(tensor: Tensor) -> int:
     part = tensor.to_local() if isinstance(tensor, DTensor) else tensor
     return part.numel() * part.element_size()
-
-
-def beyond_even_part(tensor: Tensor) -> int:
-    """Bytes of a parameter that this rank would not have if tensor parallelism had dealt it out."""
-    if not isinstance(tensor, DTensor) or "tp" not in (tensor.device_mesh.mesh_dim_names or ()):
-        return 0
-    axis = (tensor.device_mesh.mesh_dim_names or ()).index("tp")
-    ranks = tensor.device_mesh.size(axis)
-    return local_bytes(tensor) * (ranks - 1) // ranks if tensor.placements[axis].is_replicate() else 0

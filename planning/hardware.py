@@ -9,20 +9,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from errors import ConfigError
+from planning.constants import ORDINARY, SCORE_BYTES
 
 PRECISION = {"float32": "fp32", "bfloat16": "bf16", "float16": "bf16", "float8": "fp8"}
 # Of model.attention_backend: cuDNN's, which torch 2.11 chooses by itself ("sdpa": benchmarks/gpu.sh on an
 # H100), and FlashAttention-3 or -4; "auto" measures, and has cuDNN's at least.
 HOPPER_KERNELS = ("auto", "sdpa", "cudnn", "flash3", "flash4")
-# clusters.toml has the rate of the best of many shapes. Of ordinary large ones an A100 reaches 257 of 271
-# TFLOP/s (8,192 cubed, normally distributed: thonking.ai/p/strangely-matrix-multiplications), an H100 716 of
-# 794 (4,096 cubed: github.com/pranjalssh/fast.cu), a B200 1532 of 1745 (4,096 cubed: pyptx.dev/performance):
-# without the writing of their outputs 0.97, 0.96, 0.93.
-ORDINARY = 0.95
-# Bytes a score that "math" attention moves between its products, forward and backward (models/attention.py):
-# the scores divided (two numbers), their softmax (two; backward three) and its way from and to half
-# precision, since autocast takes the softmax in float32.
-SCORE_BYTES = {False: (16, 20), True: (24, 28)}  # keyed by half precision
 
 
 @dataclass(frozen=True)
@@ -39,10 +31,8 @@ class Device:
     hopper_forward: dict[int, float]  # those of kernels made for Hopper or later; empty: there are none
     hopper_backward: dict[int, float]
     bandwidth: float  # bytes/s, read and written, that elementwise kernels reach
-    launch: float  # seconds that an operator costs however small it is
     watts: float  # drawn while training, with the device's part of its node
-    # attention in float32 over that in bf16; 0: as in matrix products
-    float32_attention: float = 0.0
+    float32_attention: float = 0.0  # over that in bf16; 0: as in matrix products
 
     def linear_seconds(self, rows: int, inputs: int, outputs: int, dtype: str, backward: bool) -> float:
         """One product forward, two backward."""
@@ -52,16 +42,14 @@ class Device:
         return of_input + self.product_seconds(1, outputs, rows, inputs, dtype)
 
     def product_seconds(self, number: int, rows: int, inputs: int, outputs: int, dtype: str) -> float:
-        """Seconds of `number` products of matrices, launched at once.
+        """Seconds of `number` products of matrices.
 
         A tile of the output is written when it is computed, which takes longer than computing it where a row
         has few inputs: those of a narrow model, or of one of many tensor-parallel ranks.
         """
         rate = ORDINARY * self.matmul.get(PRECISION[dtype], self.matmul["bf16"])
-        itemsize = 4 if dtype == "float32" else 2
-        read, written = itemsize * (rows + outputs) * inputs, itemsize * rows * outputs
-        computing = 2 * rows * inputs * outputs / rate + written / self.bandwidth
-        return max(number * max(computing, (read + written) / self.bandwidth), self.launch)
+        written = (4 if dtype == "float32" else 2) * rows * outputs
+        return number * (2 * rows * inputs * outputs / rate + written / self.bandwidth)
 
     def attention_seconds(
         self, batch: int, heads: int, tokens: int, head_dim: int, dtype: str, backward: bool, backend: str
@@ -124,8 +112,8 @@ class Cluster:
     pue: float  # power of the whole centre over that of its computers
     cores: float = 0  # of a node's processors; 0: not known
     shared: bool = False  # ranks of a node divide its cores and memory: fewer ranks, faster ones
-    measured: Any = None  # the Calibration of this machine, which stands in for the device's rates
-    anchor: Any = None  # the Anchor, a measured run that plans are scaled by (planning/anchor.py)
+    measured: Any = None  # the Calibration of this machine, in place of the device's rates
+    anchor: Any = None  # the Anchor, a measured run that plans are scaled by (planning/known_runs.py)
 
     @property
     def rates(self) -> Any:

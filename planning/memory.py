@@ -1,17 +1,15 @@
 """Bytes of a rank in a training step, by component and by moment of the step.
 
 Every formula is next to its component; docs/planning.md derives them. s below is a unit: the tokens of a
-micro-batch that a rank holds between blocks, x width, in the precision of matrices.
+micro-batch that a rank has between blocks, x width, in the precision of matrices.
 """
 
 import math
 from dataclasses import dataclass
 
 from planning.architecture import Shapes, count, cut, padded
+from planning.constants import FLOAT32
 from planning.workload import Workload
-
-GIB = 2**30
-FLOAT32 = 4
 
 
 @dataclass(frozen=True)
@@ -46,96 +44,83 @@ def memory(work: Workload) -> Memory:
 
 
 def stage_memory(work: Workload, first: bool, last: bool) -> Memory:
-    """The moments at which a step can be at its peak, going through the backward pass block by block."""
-    states, fields = state_bytes(work, first, last), field_bytes(work, last)
-    copies = work.in_flight(first)  # micro-batches on their way through a pipeline
-    stored = stored_bytes(work) * copies
+    """The moments at which a step can be at its peak: the loss, the ends of backward, the update."""
+    model, tp, number = work.model, work.degrees.tp, work.rank_layers
+    states, copies = state_bytes(work, first, last), work.in_flight(first)
+    s, stored = unit_bytes(work), number * block_activations(work, work.ac_mode) * copies
     tokens = work.states_at_once * work.rank_tokens * work.itemsize * copies
-    prediction = tokens * work.model.out_features * last
-    norms = 2 * tokens * work.model.dim * last  # input and output of the last norm
     # The patches that the embedding took, where they are not the float32 ones.
-    embedded = tokens * work.degrees.tp * work.model.in_features * (first and work.itemsize < FLOAT32)
-    number = work.rank_layers  # of blocks that backward goes through
-    added_up = pipeline_gradient_bytes(work, first, last)
+    stored_ends = tokens * tp * model.in_features * (first and work.itemsize < FLOAT32)
+    reducing = reduction_bytes(work)
+    pipeline = pipeline_gradient_bytes(work, first, last)
+    if work.schedule == "GPipe":  # the first backward pass has no gradients yet, and the next less stored
+        pipeline = max(pipeline - stored / copies, 0.0)
     messages = message_bytes(work, first, last)
-    if work.schedule == "GPipe":  # whose first backward pass has no gradients yet, and the next less stored
-        added_up = max(added_up - stored / copies, 0.0)
     always = {key: states[key] for key in ("parameters", "optimiser states", "averaged weights")}
+    always |= {"batches on their way": work.copies_ahead * batch_bytes(work)}
     step = {
         **always,
+        "fields": field_bytes(work, last),
         "buckets of DDP": states["gradients"] * uses_ddp(work),
-        "gradients of a pipeline": added_up,
+        "gradients of a pipeline": pipeline,
         # Where a rank has two stages, torch keeps what it sends to the end of the step.
         "messages of a pipeline": messages * work.stages_of_rank,
         "copies of weights": weight_copies(work, first, last),
-        "fields": fields,
-        "batches on their way": work.copies_ahead * batch_bytes(work),
-        "prediction": prediction,
+        "prediction": tokens * model.out_features * last,
     }
     # Gradients of activations in the backward pass of an MLP: of its output, by tensor parallelism before
     # and after it is gathered, and of GELU's; and that of the last product's weight.
-    tp = work.degrees.tp
-    in_mlp = unit_bytes(work) * (tp + (tp > 1) + work.model.mlp_dim / work.model.dim)
-    whole, reducing = reduction_bytes(work)
-    down = work.itemsize * work.model.mlp_dim * work.model.dim / tp
-    # torch reduces the gradients of a pipeline block by block, but after the last micro-batch.
-    meanwhile = 0 if work.reduces_last else reducing
+    in_mlp = s * (tp + (tp > 1) + model.mlp_dim / model.dim)
+    down = work.itemsize * model.mlp_dim * model.dim / tp
+    earlier = states["gradients"] if not fresh_gradients(work) else 0.0  # of earlier passes
 
-    def backward(done: int, gathered: int, working: bool, reduction: float) -> dict[str, float]:
-        """When `done` blocks have their gradients and, `working`, the next is in its MLP's backward."""
+    def backward(done: int, gathered: int, reduction: float) -> dict[str, float]:
+        """When `done` blocks have their gradients and the next is in its MLP's backward."""
+        own = done / number * states["gradients"] * (not uses_ddp(work) and not work.reduces_last)
         return {
             **step,
-            "gradients": states["gradients"] * gradients_alive(work, done) / number,
+            "gradients": earlier or own,
             "gathered parameters": gathered_bytes(work, first, last, gathered + done * work.reduces_last),
-            "activations": stored * (1 - done / number) + embedded,
-            "recomputed": recomputed(work) * working,
-            "gradients of activations": in_mlp * working,
-            "gradients being reduced": reduction,
+            "activations": stored * (1 - done / number) + stored_ends,
+            "recomputed": recomputed(work),
+            "gradients of activations": in_mlp,
+            "gradients being reduced": down + reduction,
         }
 
-    loss = {**step, "gathered parameters": gathered_bytes(work, first, last, 1)}
-    loss |= {"activations": stored + embedded + norms, "loss": loss_bytes(work) * last}
-    loss |= {} if fresh_gradients(work) else {"gradients": states["gradients"]}
-    both = whole + reducing
+    loss = {
+        **step,
+        "gradients": earlier,
+        "gathered parameters": gathered_bytes(work, first, last, 1),
+        "activations": stored + stored_ends,
+        "loss": loss_bytes(work) * last,
+    }
     moments = {
         "loss": loss,
-        "backward of the first block": backward(0, 2, True, down),
-        "backward of the second block": backward(min(1, number - 1), 2, True, down + meanwhile),
+        "backward of the first block": backward(0, 2, 0.0),
+        "backward of the second block": backward(min(1, number - 1), 2, reducing),
+        "backward of the last block": backward(number - 1, 1, reducing),
     }
-    if not work.reduces_last:
-        moments["reduction of the first block"] = backward(1, 2, False, both)
-        moments["reduction of the last block but one"] = backward(max(number - 2, 0), 2, False, both)
-    moments["backward of the last block"] = backward(number - 1, 1, True, down + meanwhile)
+    if reducing:  # the gradients of a block are whole, in the precision of matrices, and being reduced
+        both = reducing * (1 + work.itemsize / work.reduce_itemsize)
+        moments["reduction of the first block"] = moments["backward of the second block"] | {
+            "recomputed": 0.0,
+            "gradients of activations": 0.0,
+            "gradients being reduced": both,
+        }
     if work.rollout_steps > 1:  # a pipeline makes the forecasts of all micro-batches at once
-        units = 3 + tp + 2 * work.model.mlp_dim / work.model.dim
-        moments["forecast of a rollout"] = step | {
+        units = 3 + tp + 2 * model.mlp_dim / model.dim
+        moments["forecast of a rollout"] = always | {
             "gradients": states["gradients"] * (work.accumulation > 1),
             "gathered parameters": loss["gathered parameters"],
+            "copies of weights": step["copies of weights"],
             "fields": forecast_field_bytes(work),
-            "activations": work.micro_batches * unit_bytes(work) * units,
-            "prediction": 0,
-            "gradients of a pipeline": 0,
+            "activations": work.micro_batches * s * units,
             "messages of a pipeline": messages,
         }
-    if "ZeroBubble" in work.schedule and work.degrees.pp > 1:
-        # Gradients of a stage's inputs are complete, and those of its weights wait for their own pass.
-        waiting = unit_bytes(work) * (work.model.qkv_features + work.model.mlp_dim) / work.model.dim
-        split = backward(0, 2, False, 0) | {"gradients": states["gradients"]}
-        split["gradients of activations"] = waiting * number / work.stages_of_rank
-        moments["between backward passes of inputs and of weights"] = split
-    if work.reduces_last:
-        moments["reduction after the pipeline"] = {
-            **step,
-            "gathered parameters": gathered_bytes(work, first, last, number),
-            "gradients": states["gradients"] / (number if fresh_gradients(work) else 1),
-            "gradients being reduced": reducing,
-        }
-    moments["update"] = {
-        **always,
+    moments["update"] = always | {
         "gradients": states["gradients"],
-        "fields": fields,
+        "fields": step["fields"],
         "messages of a pipeline": messages,
-        "batches on their way": step["batches on their way"],
         "matrix made orthogonal": orthogonal_bytes(work),
     }
     used = {name: {k: v for k, v in parts.items() if v} for name, parts in moments.items()}
@@ -147,11 +132,9 @@ def stage_memory(work: Workload, first: bool, last: bool) -> Memory:
 
 def stage_shapes(work: Workload, first: bool, last: bool) -> list[tuple[Shapes, int]]:
     """(parameters, how many such units) of a stage after tensor parallelism, as FSDP wraps them."""
-    rest: Shapes = {}
-    rest |= work.model.first() if first else {}
-    rest |= work.model.last() if last else {}
+    rest = (work.model.first if first else {}) | (work.model.last if last else {})
     tp = work.degrees.tp
-    return [(cut(work.model.block(), tp), work.rank_layers), (cut(rest, tp), 1)]
+    return [(cut(work.model.block, tp), work.rank_layers), (cut(rest, tp), 1)]
 
 
 def shard_parameters(work: Workload, first: bool = True, last: bool = True) -> int:
@@ -162,15 +145,14 @@ def shard_parameters(work: Workload, first: bool = True, last: bool = True) -> i
 
 
 def state_bytes(work: Workload, first: bool = True, last: bool = True) -> dict[str, float]:
-    """float32 master parameters, gradients, two moments; ZeRO-1 deals the moments out over replicas."""
-    number = shard_parameters(work, first, last)
-    on_device = 0 if work.offload else 1
+    """float32 master parameters, gradients, two moments; ZeRO-1 shards the moments over replicas."""
+    number = FLOAT32 * shard_parameters(work, first, last) * (not work.offload)
     owners = work.degrees.dp_replicate if work.zero1 else 1
     return {
-        "parameters": on_device * FLOAT32 * number,
-        "gradients": on_device * FLOAT32 * number,
-        "optimiser states": on_device * work.state_itemsize * number / owners,
-        "averaged weights": on_device * FLOAT32 * number * work.ema,
+        "parameters": number,
+        "gradients": number,
+        "optimiser states": work.state_itemsize / FLOAT32 * number / owners,
+        "averaged weights": number * work.ema,
     }
 
 
@@ -180,20 +162,17 @@ def host_bytes(work: Workload, states: dict[str, float]) -> dict[str, float]:
     """
     number = shard_parameters(work)
     saved = (FLOAT32 + work.state_itemsize + FLOAT32 * work.ema) * number
-    offloaded = (FLOAT32 * number + saved) * work.offload
     return {
         "checkpoint being written": saved * work.asynchronous,
-        "offloaded states": offloaded,
+        "offloaded states": (FLOAT32 * number + saved) * work.offload,
         "batches read ahead": work.batches_ahead * batch_bytes(work),
     }
 
 
 def orthogonal_bytes(work: Workload) -> float:
     """Muon's largest matrix, whole: as gathered, twice in the iteration, its square at most twice."""
-    if work.optimizer != "Muon":
-        return 0
-    sizes = [math.prod(shape) for shape in work.model.block().values() if len(shape) == 2]
-    return 5 * work.itemsize * max(sizes)
+    largest = max(map(math.prod, work.model.matrices))
+    return 5 * work.itemsize * largest * (work.optimizer == "Muon")
 
 
 # -- parameters in use
@@ -209,8 +188,7 @@ def weight_copies(work: Workload, first: bool, last: bool) -> float:
     (block, number), (rest, _) = stage_shapes(work, first, last)
     again = work.compiled and work.ac_mode != "none"
     units = [(block, 1 if again else number), (rest, 1)]
-    matrices = sum(n * count({k: s for k, s in unit.items() if len(s) > 1}) for unit, n in units)
-    return work.itemsize * matrices
+    return work.itemsize * sum(n * count({k: s for k, s in unit.items() if len(s) > 1}) for unit, n in units)
 
 
 def gathered_bytes(work: Workload, first: bool, last: bool, blocks: int) -> float:
@@ -226,12 +204,12 @@ def gathered_bytes(work: Workload, first: bool, last: bool, blocks: int) -> floa
     return work.itemsize * (alive * padded(block, work.fsdp_ranks) + padded(rest, work.fsdp_ranks))
 
 
-def reduction_bytes(work: Workload) -> tuple[float, float]:
-    """FSDP: a block's gradients whole in the precision of matrices, and the copy that is being reduced."""
-    if not work.uses_fsdp:
-        return 0, 0
-    block = padded(cut(work.model.block(), work.degrees.tp), work.fsdp_ranks)
-    return work.itemsize * block, work.reduce_itemsize * block
+def reduction_bytes(work: Workload) -> float:
+    """FSDP: the copy of a block's gradients that is being reduced while the next block computes; torch
+    reduces those of a pipeline after its last micro-batch.
+    """
+    block = padded(cut(work.model.block, work.degrees.tp), work.fsdp_ranks)
+    return work.reduce_itemsize * block * (work.uses_fsdp and not work.reduces_last)
 
 
 def fresh_gradients(work: Workload) -> bool:
@@ -245,13 +223,6 @@ def uses_ddp(work: Workload) -> bool:
     Gradients of a single pass are parts of them; those of earlier ones are copied there in the last.
     """
     return work.degrees.dp_replicate > 1 and not work.uses_fsdp
-
-
-def gradients_alive(work: Workload, done: int) -> int:
-    """Number of blocks with gradients of their own, when `done` have passed their backward pass."""
-    if not fresh_gradients(work):
-        return work.rank_layers
-    return 0 if work.reduces_last or uses_ddp(work) else max(done, 0)
 
 
 def pipeline_gradient_bytes(work: Workload, first: bool, last: bool) -> float:
@@ -293,31 +264,26 @@ def block_activations(work: Workload, mode: str) -> float:
     of projection in mode "selective", are of the tokens of all its ranks.
     """
     model, s, tp = work.model, unit_bytes(work), work.degrees.tp
-    hidden = model.hidden_kept  # before GELU; again after it
+    hidden = model.mlp_dim / model.dim  # before GELU; again after it
     qkv = model.qkv_features / model.dim
-    sums = 4 * work.states_at_once * model.heads / tp * work.rank_tokens * tp  # log-sum-exp of attention
-    if mode == "full":
-        return s
-    if mode == "every_n_blocks":
-        return s / work.every_n
+    if mode in ("full", "every_n_blocks"):
+        return s / (work.every_n if mode == "every_n_blocks" else 1)
+    sums = 4 * work.states_at_once * model.heads * work.rank_tokens  # log-sum-exp of attention
     if mode == "selective":
-        casts = work.float8 and not work.compiled  # the compiler computes them again, too
-        return s * (1 + qkv + 1 + hidden + casts) + s * tp + scores_bytes(work) + sums
-    turns = FLOAT32 * work.rank_tokens * tp * model.head_dim * model.axial  # cosines and sines
+        return s * (1 + qkv + 1 + hidden) + s * tp + scores_bytes(work) + sums
     exchanged = 1 if work.degrees.cp > 1 else 0  # attention's output before and after it went back
     if work.method == "all_gather" and exchanged:  # keys and values of all ranks instead
         exchanged = (qkv - 1) * work.degrees.cp
-        qkv = 0 if model.axial else qkv  # which are turned before, and queries with them
-    statistics = 16 * work.states_at_once * work.rank_tokens
+        qkv = 0 if model.rotary else qkv  # which are rotated before, and queries with them
     units = 1 + qkv + normed(work) + 1 + exchanged + 1 + 2 * hidden
-    return s * units + 2 * s * tp + scores_bytes(work) + sums + statistics + turns
+    return s * units + 2 * s * tp + scores_bytes(work) + sums
 
 
 def normed(work: Workload) -> int:
-    """Queries, keys and values that are not parts of the qkv product's output, in units: normed or turned."""
+    """Queries, keys and values that are no parts of the qkv product's output, in units: normed or rotated."""
     around = work.method if work.degrees.cp > 1 else ""
-    if not work.model.qk_norm and (not work.model.axial or around == "ulysses"):
-        return 0  # what came back is kept, not what was turned
+    if not work.model.qk_norm and (not work.model.rotary or around == "ulysses"):
+        return 0  # what came back is stored, not what was rotated
     return 2 if around in ("ring", "all_gather") else 3  # values go to other ranks as they are
 
 
@@ -325,14 +291,7 @@ def scores_bytes(work: Workload) -> float:
     """The "math" kernel keeps T x T numbers a head, but computes them again around a ring."""
     if work.attention != "math" or (work.degrees.cp > 1 and work.method == "ring"):
         return 0
-    queries = work.rank_tokens * work.degrees.tp
-    heads = work.model.heads / work.degrees.tp
-    return work.states_at_once * heads * queries * work.model.tokens * work.itemsize
-
-
-def stored_bytes(work: Workload) -> float:
-    """Bytes of all blocks, from their forward pass to their backward pass."""
-    return work.rank_layers * block_activations(work, work.ac_mode)
+    return work.states_at_once * work.model.heads * work.rank_tokens * work.model.tokens * work.itemsize
 
 
 def recomputed(work: Workload) -> float:
@@ -341,13 +300,15 @@ def recomputed(work: Workload) -> float:
     "selective": norms, the middle of the residual stream, GELU, while the output of projection is no longer
     needed. "full" and "every_n_blocks": all that mode "none" keeps of the blocks that are recomputed as one.
     """
-    s, tp = unit_bytes(work), work.degrees.tp
+    s = unit_bytes(work)
     if work.ac_mode == "selective":
-        return s * (1 + tp + work.model.mlp_dim / work.model.dim + normed(work))
+        return s * (1 + work.degrees.tp + work.model.mlp_dim / work.model.dim + normed(work))
     if work.ac_mode in ("full", "every_n_blocks"):
-        number = min(work.every_n if work.ac_mode == "every_n_blocks" else 1, work.rank_layers)
-        return number * block_activations(work, "none") - s
+        return min(work.segment, work.rank_layers) * block_activations(work, "none") - s
     return 0.0
+
+
+# -- fields
 
 
 def field_bytes(work: Workload, last: bool = True) -> float:

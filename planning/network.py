@@ -2,7 +2,7 @@
 alpha-beta model of rings, trees and exchanges.
 
 `size` is that of the larger buffer of a call on one rank, in bytes: what an all-gather gives, what a
-reduce-scatter takes (planning/collectives.py). benchmarks/layout_parity.py holds every number against
+reduce-scatter takes (planning/collectives.py). benchmarks/layout_parity.py compares every number with
 what a recorder counts.
 """
 
@@ -27,8 +27,7 @@ def tensor_collectives(work: Workload) -> Calls:
     """
     tokens, depth = work.states_at_once * work.rank_tokens * work.degrees.tp, work.model.layers
     block, end = tokens * work.model.dim * work.itemsize, tokens * work.model.out_features * work.itemsize
-    calls = Counter({Collective("all-gather", "tp", block): 4})
-    calls[Collective("all-gather", "tp", block * work.gathered_itemsize // work.itemsize)] += 4 * depth
+    calls = Counter({Collective("all-gather", "tp", block): 4 + 4 * depth})
     calls[Collective("reduce-scatter", "tp", block)] += 4 * depth
     calls[Collective("all-gather", "tp", end)] += 1
     calls[Collective("reduce-scatter", "tp", end)] += 1
@@ -43,27 +42,19 @@ def context_collectives(work: Workload) -> Calls:
     times, home.
     """
     cp, depth = work.degrees.cp, work.model.layers
-    chunk = work.states_at_once * work.rank_tokens * work.model.dim  # values of q
-    grouped = chunk * kv_heads_sent(work) // work.model.heads  # values of k, and of v
+    values = work.states_at_once * work.rank_tokens  # a value of each token
+    queries, keys = values * work.model.dim, values * (work.model.qkv_features - work.model.dim)  # and values
     calls: Calls = Counter()
     if work.method == "ulysses":
-        calls[Collective("all-to-all", "cp", (chunk + 2 * grouped) * work.itemsize)] += 2 * depth
-        calls[Collective("all-to-all", "cp", chunk * work.itemsize)] += 2 * depth
+        calls[Collective("all-to-all", "cp", (queries + keys) * work.itemsize)] += 2 * depth
+        calls[Collective("all-to-all", "cp", queries * work.itemsize)] += 2 * depth
     elif work.method == "all_gather":
-        calls[Collective("all-gather", "cp", 2 * cp * grouped * work.itemsize)] += depth
-        calls[Collective("reduce-scatter", "cp", 2 * cp * grouped * work.itemsize)] += depth
+        calls[Collective("all-gather", "cp", cp * keys * work.itemsize)] += depth
+        calls[Collective("reduce-scatter", "cp", cp * keys * work.itemsize)] += depth
     else:
-        calls[Collective("send", "cp", 2 * grouped * work.itemsize)] += 2 * (cp - 1) * depth
-        calls[Collective("send", "cp", 2 * grouped * work.reduce_itemsize)] += cp * depth
+        calls[Collective("send", "cp", keys * work.itemsize)] += 2 * (cp - 1) * depth
+        calls[Collective("send", "cp", keys * work.reduce_itemsize)] += cp * depth
     return calls
-
-
-def kv_heads_sent(work: Workload) -> int:
-    """Heads of keys, and of values, that leave a tp group: as many as there are (grouped-query attention
-    shares each among several queries), but one at least for each rank that heads are dealt out to.
-    """
-    ranks = work.degrees.tp * (work.degrees.cp if work.method == "ulysses" else 1)
-    return max(work.model.heads_of_keys, ranks)
 
 
 # -- how long they take
@@ -92,13 +83,8 @@ class Route:
         return Link(latency, min(self.inside.bandwidth, self.between.bandwidth))
 
 
-def route(cluster: Cluster, work: Workload, axis: str) -> Route:
-    """Route of a workload's mesh axis; "fsdp" is dp_shard and cp together."""
-    return route_of(cluster, work.degrees, axis)
-
-
-def route_of(cluster: Cluster, degrees: Degrees, axis: str) -> Route:
-    """Return the route of an axis of any mesh, numbered in the order of AXES.
+def route(cluster: Cluster, degrees: Degrees, axis: str) -> Route:
+    """Return the route of a mesh axis, numbered in the order of AXES; "fsdp" is dp_shard and cp together.
 
     A node's network is divided among the groups that use it at once.
     """
@@ -139,7 +125,7 @@ def tree_all_reduce(on: Route, size: float) -> float:
 
 def all_to_all(on: Route, size: float) -> float:
     """Each rank keeps 1 / n, sends some inside its node, the rest over the group's part of the network."""
-    steps = (on.ranks - on.per_node) * on.between.latency + (on.per_node - 1) * on.inside.latency
-    inside = (on.per_node - 1) / on.ranks * size / on.inside.bandwidth
-    outside = (on.ranks - on.per_node) / on.ranks * size * on.per_node / on.between.bandwidth
-    return steps / on.ranks + max(inside, outside)
+    outside, inside = on.ranks - on.per_node, on.per_node - 1  # ranks to send to
+    latency = (outside * on.between.latency + inside * on.inside.latency) / on.ranks
+    sent = max(inside / on.inside.bandwidth, outside * on.per_node / on.between.bandwidth)
+    return latency + sent * size / on.ranks

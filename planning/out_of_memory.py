@@ -18,10 +18,9 @@ from errors import RunFailed, UserError
 from jobs.heartbeat import activity
 from jobs.log_setup import start_logging
 from jobs.watchdog import Watchdog
-from planning.hardware import Cluster
-from planning.memory import GIB, Memory
+from planning.constants import GIB
 from planning.search import capacity, change_text, changes_that_fit, fits, plan
-from planning.this_machine import cluster_here, workload_here
+from planning.start_checks import cluster_here, workload_here
 from training.process_settings import host_memory
 
 # Messages of allocators: CUDA's error has a class of its own, torch's on the host is a RuntimeError.
@@ -32,7 +31,6 @@ OUT_OF_MEMORY = re.compile(
 ONEDNN_FAILED = re.compile(r"could not (create|execute) a (primitive|memory)")
 TRIAL_SIZE = 2**28  # bytes
 REQUESTED = re.compile(r"tried to allocate ([\d.]+) ?(bytes|KiB|MiB|GiB)", re.IGNORECASE)
-UNITS = {"bytes": 1, "kib": 2**10, "mib": 2**20, "gib": 2**30}
 TARGET = 0.9  # of the planned peak, for suggested changes where the planner expected the step to fit
 NUM_COMPONENTS = 3  # in a message
 
@@ -72,22 +70,19 @@ def explain_out_of_memory(config: Config, selection: Callable[[], Selection | No
 def is_out_of_memory(error: BaseException) -> bool:
     if isinstance(error, MemoryError | torch.OutOfMemoryError) or OUT_OF_MEMORY.search(str(error)):
         return True
-    return ONEDNN_FAILED.search(str(error)) is not None and not can_allocate()
-
-
-def can_allocate() -> bool:
-    """Try an allocation on the host. It is never written to, so it takes no memory."""
-    try:
-        torch.empty(TRIAL_SIZE, dtype=torch.uint8)
-    except RuntimeError:
+    if not ONEDNN_FAILED.search(str(error)):
         return False
-    return True
+    try:
+        torch.empty(TRIAL_SIZE, dtype=torch.uint8)  # never written to: it takes no memory
+    except RuntimeError:
+        return True
+    return False
 
 
 def requested_size(error: BaseException) -> str:
     """Return the size in the error's message as text, empty if there is none."""
     found = REQUESTED.search(str(error))
-    return f", asked for {in_gib(float(found[1]) * UNITS[found[2].lower()])} more" if found else ""
+    return f", asked for {found[1]} {found[2]} more" if found else ""
 
 
 def memory_used() -> str:
@@ -119,24 +114,21 @@ def planned(config: Config, selection: Selection | None) -> str:
     if cluster is None:
         return "this GPU is not in planning/clusters.toml: plan.py --cluster NAME says what the run takes"
     made = plan(work, cluster)
-    room = cluster if not fits(made, cluster) else with_room(cluster, TARGET * made.memory.peak)
-    changes = [(change_text(name, less.work, config), less) for name, less in changes_that_fit(work, room)]
-    found = [f"{text} ({in_gib(less.memory.peak)})" for text, less in changes]
+    room = cluster
+    if fits(made, cluster):  # then the plan was too low: suggest what needs clearly less
+        size = round(TARGET * made.memory.peak + cluster.device.reserved)
+        room = replace(cluster, device=replace(cluster.device, memory=size))
+    found = [
+        f"{change_text(name, less.work, config)} ({in_gib(less.memory.peak)})"
+        for name, less in changes_that_fit(work, room)
+    ]
     advice = " or ".join(found) or "plan.py --layout auto looks for a layout that fits"
-    return f"{components(made.memory)}; there are {in_gib(capacity(cluster))}. Change {advice}"
-
-
-def with_room(cluster: Cluster, size: float) -> Cluster:
-    """Return the machine with `size` bytes a device that a step may use."""
-    device = replace(cluster.device, memory=round(size + cluster.device.reserved))
-    return replace(cluster, device=device)
-
-
-def components(memory: Memory) -> str:
-    """Return the largest components at the peak, and their sum, as text."""
-    parts = sorted(memory.components.items(), key=lambda part: -part[1])[:NUM_COMPONENTS]
+    parts = sorted(made.memory.components.items(), key=lambda part: -part[1])[:NUM_COMPONENTS]
     named = ", ".join(f"{name} {in_gib(size)}" for name, size in parts)
-    return f"the planner expects a peak of {in_gib(memory.peak)} a rank, in {memory.peak_moment}: {named}"
+    return (
+        f"the planner expects a peak of {in_gib(made.memory.peak)} a rank, in {made.memory.peak_moment}: "
+        f"{named}; there are {in_gib(capacity(cluster))}. Change {advice}"
+    )
 
 
 def in_gib(size: float) -> str:

@@ -1,7 +1,6 @@
-"""Check a run before it starts: data, memory, room for checkpoints, and with several ranks one all-reduce.
+"""Check a run before it starts: data, memory, room for checkpoints. NGPU and NNODES say on how many ranks.
 
     .venv/bin/python -m planning.preflight train_configs/demo.toml [--section.key value]
-    .venv/bin/python -m jobs.torchrun --nproc-per-node 2 -m planning.preflight train_configs/demo.toml
 
 --cluster NAME     machine of planning/clusters.toml to compare with (default: that of this GPU, or cpu)
 --clusters FILE    your own machines, in the same form; may be given several times
@@ -10,7 +9,6 @@ Prints a table with pass, warn or fail and the fix. Exit codes: 0 nothing fails,
 end.
 """
 
-import os
 import shutil
 import sys
 import time
@@ -24,7 +22,7 @@ OPTIONS = own_options(cluster="", clusters=[])
 
 
 def named_first(argv: list[str]) -> list[str]:
-    """Return the arguments with --job.config_file before a file that stands first."""
+    """Return the arguments with --job.config_file before a file that is first."""
     return ["--job.config_file", *argv] if argv and not argv[0].startswith("-") else argv
 
 
@@ -34,7 +32,6 @@ if __name__ == "__main__":
 
 import numpy as np
 import torch
-import torch.distributed as dist
 
 from command_line import text_table
 from config import Config
@@ -44,20 +41,15 @@ from datasets.plausibility import refuse_fills
 from datasets.selection import Selection
 from errors import BAD_INPUT, UserError, end_process, module_command, one_line_errors, without_secrets
 from models.registry import registered
-from parallelisms.degrees import Degrees, num_ranks
-from parallelisms.mesh import start_ranks
+from parallelisms.degrees import num_ranks
+from planning.constants import GIB
 from planning.cost import checkpoint_size, checkpoint_storage
 from planning.hardware import Cluster
-from planning.network import route_of, seconds
 from planning.search import Plan, capacity, change_text, changes_that_fit, check_device, fits, plan
-from planning.start_checks import open_checked
-from planning.this_machine import available_memory, cluster_here, workload_here
+from planning.start_checks import available_memory, cluster_here, open_checked, workload_here
 
 PASS, WARN, FAIL = "pass", "warn", "fail"
 READ_SECONDS = 2.0
-REDUCED = 2**26  # bytes of the all-reduce: its time is that of the bandwidth
-SLOW = 0.5  # of the planned bandwidth
-GIB = 2**30
 LONG_GAP = np.timedelta64(30, "D")
 
 
@@ -119,21 +111,19 @@ def period_row(name: str, times: np.ndarray, first: np.datetime64, last: np.date
     """Count the dates (T,) of a period and the missing ones; a long gap is how the archive was made."""
     inside = times[(times >= first) & (times <= last)]
     if len(inside) < 2:
-        return Row(
-            name, FAIL, f"{len(inside)} dates from {first} to {last}", "name a period that the data have"
-        )
+        found = f"{len(inside)} dates from {first} to {last}"
+        return Row(name, FAIL, found, "name a period that the data have")
     found = f"{len(inside)} dates from {inside[0]} to {inside[-1]}"
     steps, usual = np.diff(inside), np.timedelta64(round(3600 * usual_hours(inside)), "s")
     gaps = (steps > usual) & (steps < LONG_GAP)
     if not gaps.any():
         return Row(name, PASS, found)
     found += f", {(steps[gaps] // usual - 1).sum()} missing, the first after {inside[:-1][gaps][0]}"
-    return Row(
-        name, WARN, found, f"{module_command('datasets.describe')} lists the gaps; training leaves them out"
-    )
+    fix = f"{module_command('datasets.describe')} lists the gaps; training leaves them out"
+    return Row(name, WARN, found, fix)
 
 
-# -- disk and network
+# -- disk
 
 
 def disk_row(config: Config, made: Plan | None) -> Row:
@@ -148,24 +138,6 @@ def disk_row(config: Config, made: Plan | None) -> Row:
     found = f"{free / GIB:,.3f} GiB free, {max(most - there, 0) / GIB:,.3f} needed, {size / GIB:,.3f} each"
     fix = "make room, name another job.dump_folder, or lower checkpoint.keep_latest_k"
     return Row("checkpoints", FAIL if most - there > free else PASS, found, fix)
-
-
-def network_row(cluster: Cluster | None, device: torch.device) -> Row:
-    """Time an all-reduce over all ranks, which call this together."""
-    buffer, fastest = torch.zeros(REDUCED // 4, device=device), float("inf")
-    for _ in range(4):
-        dist.barrier()
-        started = time.perf_counter()
-        dist.all_reduce(buffer)
-        float(buffer[0])  # waits for a GPU
-        fastest = min(fastest, time.perf_counter() - started)
-    found = f"all-reduce of {REDUCED / 2**20:.0f} MiB over {num_ranks()} ranks: {1e3 * fastest:.1f} ms"
-    if cluster is None or cluster.shared:  # links of a CPU are assumed in the file
-        return Row("network", PASS, found)
-    degrees = Degrees(dp_shard=num_ranks())
-    planned = seconds("all-reduce", REDUCED, route_of(cluster, degrees, "dp_shard"))
-    result = PASS if planned > SLOW * fastest else WARN
-    return Row("network", result, f"{found}, {1e3 * planned:.1f} planned", "nccl-tests: docs/launch.md")
 
 
 def table(rows: Sequence[Row]) -> str:
@@ -207,13 +179,8 @@ def main(argv: list[str]) -> None:
         own, rest = split_options(argv, OPTIONS)
         config = start(rest, __doc__, check)
         cluster = cluster_here(own.cluster, own.clusters, num_ranks(), available_memory())
-        rows = preflight(config, cluster) if os.environ.get("RANK", "0") == "0" else []
-        if num_ranks() > 1 and "RANK" in os.environ:
-            device = start_ranks(config.comm.timeout_seconds)
-            rows.append(network_row(cluster, device))
-            dist.destroy_process_group()
-        if os.environ.get("RANK", "0") == "0":
-            print(table(rows))
+        rows = preflight(config, cluster)
+        print(table(rows))
         end_process(BAD_INPUT if any(row.result == FAIL for row in rows) else 0)
 
 

@@ -1,16 +1,24 @@
-"""Tables of plan.py: memory by component, the step by class, speed, layouts."""
+"""Text and JSON of plan.py: the answer on one screen, then its terms, then the rest."""
 
 import json
 from typing import Any
 
 from command_line import text_table
 from config import Config
-from planning.compute import hardware_flops
+from planning.constants import FLOAT32, GIB
 from planning.cost import CostRange
-from planning.error_bands import band_line, band_of, kind_of
 from planning.hardware import Cluster
-from planning.memory import FLOAT32, GIB, Memory
-from planning.search import Plan, capacity, fits
+from planning.known_runs import band_line, band_of, kind_of
+from planning.memory import Memory
+from planning.search import (
+    SIMPLICITY,
+    Plan,
+    capacity,
+    change_text,
+    changes_that_fit,
+    fits,
+    speedups,
+)
 from planning.step_time import StepTime
 from planning.workload import Workload, changed_settings
 
@@ -19,31 +27,54 @@ from planning.workload import Workload, changed_settings
 COMPRESSION = 0.72
 DECODE_RATE = 2.6e9  # decoded bytes/s a core, lz4, measured on a Xeon straight into a batch
 TRAINING_CORES = 2  # of a device, which decode nothing: the main thread and its backward pass
-
-NO_BAND = "no error band is known of the first layout, which may be slower than others: run some of them"
-TIME_COLUMNS = ("step s", "band s", "MFU", "exposed", "group")
+SETTINGS = 2  # that are suggested
 
 
-def describe(work: Workload, cluster: Cluster) -> str:
-    """The job in two lines."""
-    model = work.model
-    return (
-        f"{model.parameters / 1e6:,.0f} M parameters, {model.tokens} tokens, "
+def answer(made: Plan, cluster: Cluster, cost: CostRange, config: Config, searched: bool) -> str:
+    """Return what a user asks first: time, money, speed, memory, layout, and the settings that help most."""
+    work, time = made.work, made.time
+    peak, room = cluster.device.peak["bf16"], capacity(cluster) / GIB
+    band = band_of(work, cluster)
+    low, high = band.around(time.total) if band else (0.0, 0.0)
+    within = f", {low:,.3f} to {high:,.3f} by its error band" if band else ""
+    unit, length = ("days", 24) if cost.planned["on demand"].hours > 24 else ("hours", 1)
+    dollars = (f"{fleet}: {cost.between(fleet, 'dollars')}" for fleet in cost.fleets)
+    lines = {
+        "job": job_text(work, cluster),
+        "layout": layout_text(work),
+        "time": f"{cost.between('on demand', 'hours', length, 2)} {unit} for {cost.steps:,} steps; "
+        f"{time.total:,.3f} s a step{within}",
+        "dollars": "; ".join(dollars),
+        "speed": f"{time.samples_per_second:,.2f} samples/s, MFU {time.mfu(work, peak):.1%} "
+        f"of {peak / 1e12:,.0f} TFLOP/s",
+        "memory": f"{made.memory.peak / GIB:.2f} of {room:.2f} GiB a device: "
+        f"{'fits' if fits(made, cluster) else 'DOES NOT FIT'}",
+    }
+    head = [f"{name:<9}{text}" for name, text in lines.items()]
+    suggest = next_to_try if fits(made, cluster) else changes_needed
+    return "\n".join([*head, *suggest(made, cluster, config, searched)])
+
+
+def job_text(work: Workload, cluster: Cluster) -> str:
+    nodes = f"{cluster.nodes:,} node{'s' * (cluster.nodes > 1)}"
+    text = (
+        f"{work.model.parameters / 1e6:,.0f} M parameters, {work.model.tokens} tokens, "
         f"{work.sample_flops / 1e12:,.1f} TFLOP a sample; "
-        f"{cluster.name}: {cluster.devices} x {cluster.device.name} in {cluster.nodes:,} "
-        f"node{'s' * (cluster.nodes > 1)}\n"
+        f"{cluster.name}: {cluster.devices} x {cluster.device.name} in {nodes}"
+    )
+    text += f"; windows of {work.history} states" if work.history > 1 else ""
+    if work.rollout_steps > 1:
+        some = work.gradient_steps < work.rollout_steps
+        text += f"; rolled out over {work.rollout_steps} steps"
+        text += f", gradients through the last {work.gradient_steps}" if some else ""
+    return text + (f"; ensembles of {work.members}" if work.members > 1 else "")
+
+
+def layout_text(work: Workload) -> str:
+    return (
         f"{layout(work)}; global batch {work.global_batch} = {work.local_batch} x {work.degrees.dp} ranks x "
         f"{work.accumulation}; {work.dtype}, checkpointing {checkpointing(work)}"
-        + (f"; windows of {work.history} states" if work.history > 1 else "")
-        + (rollout(work) if work.rollout_steps > 1 else "")
-        + (f"; ensembles of {work.members}" if work.members > 1 else "")
     )
-
-
-def rollout(work: Workload) -> str:
-    some = work.gradient_steps < work.rollout_steps
-    through = f", gradients through the last {work.gradient_steps}" if some else ""
-    return f"; rolled out over {work.rollout_steps} steps{through}"
 
 
 def layout(work: Workload) -> str:
@@ -58,49 +89,83 @@ def checkpointing(work: Workload) -> str:
     return f"every {work.every_n} blocks" if work.ac_mode == "every_n_blocks" else work.ac_mode
 
 
-def memory_table(memory: Memory, cluster: Cluster) -> str:
-    """Components at the peak, and the peaks of all moments of the step."""
-    room = capacity(cluster)
+# -- what to change
+
+
+def next_to_try(made: Plan, cluster: Cluster, config: Config, searched: bool) -> list[str]:
+    """Return the settings that shorten a step most. searched: --layout auto was."""
+    found: dict[str, str] = {}  # one value of each key
+    for name, change in speedups(made, cluster):
+        gain = change.time.total / made.time.total - 1
+        text = name if searched else change_text(name, change.work, config)
+        after = f"{change.time.total:.3f} s a step ({gain:+.1%}), {change.memory.peak / GIB:.2f} GiB"
+        found.setdefault(name.split(" = ")[0], f"next     {text}: {after}")
+    more = "more devices would" if searched else "try --layout auto, or more devices"
+    return list(found.values())[:SETTINGS] or [
+        f"next     no single setting makes it {SIMPLICITY:.0%} faster; {more}"
+    ]
+
+
+def changes_needed(made: Plan, cluster: Cluster, config: Config, searched: bool) -> list[str]:
+    """Return what is missing, and the three cheapest changes with which the job fits."""
+    lack, room = (made.memory.peak - capacity(cluster)) / GIB, capacity(cluster) / GIB
+    what = f"{lack:.2f} GiB a device are" if lack > 0 else "memory of the host is"
+    rows = [f"next     {what} missing; the cheapest changes with which it fits:"]
+    for name, changed in changes_that_fit(made.work, cluster):
+        cost = changed.device_seconds / made.device_seconds - 1
+        text = change_text(name, changed.work, config)
+        after = f"{changed.memory.peak / GIB:.2f} of {room:.2f} GiB, {cost:+.1%} device time a step"
+        rows.append(f"  {text}: {after}")
+    none = "no layout has room for it" if searched else "try --layout auto"
+    return rows if len(rows) > 1 else [*rows, f"  none of one or two settings; {none}"]
+
+
+def layout_options(work: Workload, config: Config) -> str:
+    """Return the options with which train.py takes this layout in place of that of `config`."""
+    found = changed_settings(work, config).items()
+    words = [f"--{key} {json.dumps(value) if isinstance(value, bool) else value}" for key, value in found]
+    return " ".join(words) or "as configured"
+
+
+# -- tables
+
+
+def memory_table(memory: Memory, verbose: bool) -> str:
+    """Components at the peak; verbose: and the peaks of all moments of the step."""
     least = 0.005 * GIB if memory.peak >= GIB else 0.0
     parts = sorted(memory.components.items(), key=lambda item: -item[1])
-    fitting = "fits" if memory.peak <= room else "DOES NOT FIT"
     rows = [
         ("memory of a rank", "GiB", f"   at the peak: {memory.peak_moment}"),
         *((f"  {name}", size / GIB) for name, size in parts if size > least),
-        ("  peak", memory.peak / GIB, f"   {fitting}: {room / GIB:.2f} of a device can be used"),
+        ("  peak", memory.peak / GIB),
     ]
-    moments = {name: sum(parts.values()) for name, parts in memory.moments.items()}
-    lines = [text_table("<36 >10.2f <0", rows), f"  moments: {in_gib(moments)}"]
-    return "\n".join(lines + ([f"  host memory a rank: {host}"] if (host := in_gib(memory.host)) else []))
+    lines = [text_table("<36 >10.2f <0", rows)]
+    if verbose:
+        moments = {name: sum(parts.values()) for name, parts in memory.moments.items()}
+        lines += [f"  moments: {in_gib(moments)}", f"  host memory a rank: {in_gib(memory.host)}"]
+    return "\n".join(lines)
 
 
 def in_gib(sizes: dict[str, float]) -> str:
-    return ", ".join(f"{name} {size / GIB:.2f}" for name, size in sizes.items() if size)
+    return ", ".join(f"{name} {size / GIB:.2f}" for name, size in sizes.items() if size) or "none"
 
 
-def time_table(work: Workload, time: StepTime, cluster: Cluster) -> str:
+def time_table(work: Workload, time: StepTime, cluster: Cluster, verbose: bool) -> str:
     """Classes add up to the step."""
     classes = sorted(time.classes.items(), key=lambda item: -item[1])
     rows = [(f"  {name}", value, value / time.total) for name, value in classes]
-    again = max(hardware_flops(work) / work.sample_flops - 1, 0.0)  # attention's own recomputation counts
-    ratio = time.communication / max(time.computation, 1e-12)
-    peak = cluster.device.peak["bf16"]
-    return "\n".join(
-        [
-            text_table("<36 >10.3f >9.1%", [("a step", "s", "fraction"), *rows, ("  total", time.total)]),
-            f"{time.samples_per_second:,.2f} samples/s, MFU {time.mfu(work, peak):.1%} "
-            f"of {peak / 1e12:,.0f} TFLOP/s; kernels run {again:.0%} more FLOPs than the model has",
-            f"communication / computation {ratio:.3f}; exposed communication {time.exposed:.3f} s a step "
-            f"({time.exposed / time.total:.1%})",
-            band_line(work, cluster, time.total),
-        ]
-    )
+    lines = [text_table("<36 >10.3f >9.1%", [("a step", "s", "fraction"), *rows, ("  total", time.total)])]
+    lines.append(f"  {band_line(work, cluster)}")
+    if verbose:
+        hidden, exposed = time.hidden / time.total, time.exposed / time.total
+        lines.append(f"  communication: {exposed:.1%} of the step exposed, {hidden:.1%} hidden")
+    return "\n".join(lines)
 
 
-def data_lines(work: Workload, samples_per_second: float, cluster: Cluster) -> str:
-    """Rates that store, network and cores must deliver, a line each, next to what there is.
+def data_lines(work: Workload, samples_per_second: float, cluster: Cluster, verbose: bool) -> str:
+    """Rates that store, network and cores must deliver, next to what there is.
 
-    Chunks are taken to hold one date and the levels that the run uses.
+    Chunks are taken to have one date and the levels that the run uses. verbose: also what is fast enough.
     """
     decoded = read_rate(work, samples_per_second)
     stored = COMPRESSION * decoded
@@ -116,7 +181,9 @@ def data_lines(work: Workload, samples_per_second: float, cluster: Cluster) -> s
         available = cluster.cores / cluster.devices_per_node - TRAINING_CORES
         lines.append(f"  cores that decode: {needed:,.2f} a device, of {available:,.2f}")
         too_slow |= needed > available
-    return "\n".join([*lines, "  TOO SLOW: steps wait for their data"] if too_slow else lines)
+    if too_slow:
+        return "\n".join([*lines, "  TOO SLOW: steps wait for their data"])
+    return "\n".join(lines if verbose else lines[:1])
 
 
 def read_rate(work: Workload, samples_per_second: float) -> float:
@@ -125,20 +192,19 @@ def read_rate(work: Workload, samples_per_second: float) -> float:
 
 
 def layouts_table(plans: list[Plan], cluster: Cluster) -> str:
-    rows: list[tuple[object, ...]] = [
-        ("", "", "layout", "batch", "accum", "checkpointing", "GiB", *TIME_COLUMNS),
-    ]
-    groups, is_known = groups_of(plans, cluster), band_of(plans[0].work, cluster) is not None
+    columns = ("layout", "batch", "accum", "checkpointing", "GiB")
+    rows: list[tuple[object, ...]] = [("", "", *columns, "step s", "band s", "MFU", "exposed", "group")]
+    groups = groups_of(plans, cluster)
     for number, (plan, group) in enumerate(zip(plans, groups, strict=True), 1):
-        work, time = plan.work, plan.time
-        mfu, exposed = time.mfu(work, cluster.device.peak["bf16"]), time.exposed / time.total
-        batch = (work.micro_batch, work.accumulation, checkpointing(work))
-        band = band_of(work, cluster)
+        work, time, band = plan.work, plan.time, band_of(plan.work, cluster)
         around = "-".join(f"{end:.1f}" for end in band.around(time.total)) if band else "?"
-        times = (time.total, around, mfu, exposed)
-        rows.append((number, "", layout(work), *batch, plan.memory.peak / GIB, *times, group))
+        batch = (work.micro_batch, work.accumulation, checkpointing(work), plan.memory.peak / GIB)
+        mfu, exposed = time.mfu(work, cluster.device.peak["bf16"]), time.exposed / time.total
+        rows.append((number, "", layout(work), *batch, time.total, around, mfu, exposed, group))
     table = text_table(">3 <1 <44 >6 >6 >16 >8.1f >9.3f >13 >7.1% >8.1% >6", rows)
-    return f"{table}\n{groups_line(groups) if is_known else NO_BAND}"
+    if band_of(plans[0].work, cluster):
+        return f"{table}\n{groups_line(groups)}"
+    return f"{table}\nno error band is known of the first layout, which may be slower than others: run some"
 
 
 def groups_of(plans: list[Plan], cluster: Cluster) -> list[int]:
@@ -146,12 +212,8 @@ def groups_of(plans: list[Plan], cluster: Cluster) -> list[int]:
     firsts: list[Plan] = []
     groups = []
     for plan in plans:
-        band = band_of(plan.work, cluster)
-        near = (
-            i
-            for i, first in enumerate(firsts, 1)
-            if band and band.overlaps(first.time.total, plan.time.total)
-        )
+        band, total = band_of(plan.work, cluster), plan.time.total
+        near = (i for i, first in enumerate(firsts, 1) if band and band.overlaps(first.time.total, total))
         group = next(near, len(firsts) + 1)
         firsts += [plan] if group > len(firsts) else []
         groups.append(group)
@@ -166,29 +228,19 @@ def groups_line(groups: list[int]) -> str:
 
 
 def reason(first: Plan, second: Plan) -> str:
-    """Why the first layout stands before the second: the classes in which they differ most."""
+    """Why the first layout is before the second: the classes in which they differ most."""
     names = first.time.classes | second.time.classes
-    gains = {name: second.time.classes.get(name, 0) - first.time.classes.get(name, 0) for name in names}
+    gains = {name: first.time.classes.get(name, 0) - second.time.classes.get(name, 0) for name in names}
     largest = sorted(gains.items(), key=lambda item: -abs(item[1]))[:2]
-    where = ", ".join(f"{name} {-gain:+.3f} s" for name, gain in largest if abs(gain) > 1e-4)
+    where = ", ".join(f"{name} {gain:+.3f} s" for name, gain in largest if abs(gain) > 1e-4)
     gap = first.time.total / second.time.total - 1
-    if gap > 0:
-        fewer = f"{first.techniques} techniques, not {second.techniques}"
-        return f"1 before 2: {gap:.1%} slower, simpler ({fewer})"
-    simpler = " and it is simpler" if first.techniques < second.techniques else ""
-    return f"1 before 2: {-gap:.1%} faster ({where or 'nothing else'}){simpler}"
-
-
-def layout_options(work: Workload, config: Config) -> str:
-    """Return the options with which train.py takes this layout in place of that of `config`."""
-    found = changed_settings(work, config).items()
-    words = [f"--{key} {json.dumps(value) if isinstance(value, bool) else value}" for key, value in found]
-    return " ".join(words) or "as configured"
+    simpler = f"{first.techniques} techniques, not {second.techniques}"
+    return f"1 before 2: {gap:+.1%} ({where or 'nothing else'}); {simpler}"
 
 
 def as_json(plan: Plan, cluster: Cluster, cost: CostRange, read_bytes: float) -> dict[str, Any]:
     """Everything in base units: bytes, seconds, dollars. read_bytes: a second."""
-    work, time = plan.work, plan.time
+    work, time, band = plan.work, plan.time, band_of(plan.work, cluster)
     return {
         "cluster": cluster.name,
         "devices": cluster.devices,
@@ -203,17 +255,16 @@ def as_json(plan: Plan, cluster: Cluster, cost: CostRange, read_bytes: float) ->
         "history": work.history,
         "rollout_steps": work.rollout_steps,
         "model_flops_per_sample": work.sample_flops,
-        "hardware_flops_per_sample": hardware_flops(work),
         "memory": {"peak": plan.memory.peak, "moment": plan.memory.peak_moment, **plan.memory.components},
         "host_memory": plan.memory.host,
         "capacity": capacity(cluster),
         "host_capacity": cluster.host_memory,
         "fits": fits(plan, cluster),
         "step_seconds": time.total,
-        "step_seconds_band": band.around(time.total) if (band := band_of(work, cluster)) else None,
+        "step_seconds_band": band.around(time.total) if band else None,
         "error_kind": kind_of(work, cluster),
         "classes": time.classes,
-        "communication_seconds": time.communication,
+        "hidden_seconds": time.hidden,
         "exposed_seconds": time.exposed,
         "samples_per_second": time.samples_per_second,
         "read_bytes_per_second": read_bytes,

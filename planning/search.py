@@ -4,6 +4,7 @@ import json
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import product
+from typing import Any
 
 from config import Config
 from errors import refuse
@@ -18,6 +19,7 @@ MAX_MICRO_BATCH = 64
 # A layout with one technique more has to be so much faster: each is one more thing to go wrong, and the
 # difference has to be larger than the model's error.
 SIMPLICITY = 0.02
+AXES = {"tp": "parallelism.tensor_parallel_degree", "cp": "parallelism.context_parallel_degree"}
 Change = tuple[str, Workload, Cluster]  # keys to set, the workload then, and its cluster
 
 
@@ -60,7 +62,7 @@ def check_device(work: Workload, cluster: Cluster) -> None:
 def fits(made: Plan, cluster: Cluster) -> bool:
     """On the device and, with cpu_offload, in the host's memory, which the ranks of a node share."""
     ranks = min(cluster.devices_per_node, made.work.degrees.world)
-    on_host = sum(made.memory.host.values()) * ranks if made.work.offload else 0.0
+    on_host = sum(made.memory.host.values()) * ranks * made.work.offload
     return made.memory.peak <= capacity(cluster) and on_host <= cluster.host_memory
 
 
@@ -71,32 +73,24 @@ def capacity(cluster: Cluster) -> float:
 
 def best_layouts(work: Workload, cluster: Cluster, number: int = 10) -> list[Plan]:
     """The fastest that fit, best first: one entry a layout, with its best micro-batch and checkpointing."""
-    best: dict[tuple[Degrees, str], Plan] = {}
+    best: dict[Degrees, Plan] = {}
     for candidate in candidates(work, cluster):
         need = memory(candidate)
-        if need.peak > capacity(cluster):
-            continue
-        found = Plan(candidate, need, step_time(candidate, cluster))
-        key = (candidate.degrees, candidate.schedule)
-        if key not in best or found.score < best[key].score:
-            best[key] = found
+        if need.peak <= capacity(cluster):
+            found = Plan(candidate, need, step_time(candidate, cluster))
+            known = best.setdefault(candidate.degrees, found)
+            best[candidate.degrees] = min(known, found, key=lambda p: p.score)
     return sorted(best.values(), key=lambda p: p.score)[:number]
 
 
 def candidates(work: Workload, cluster: Cluster) -> Iterator[Workload]:
     """Every layout x mode of activation checkpointing x micro-batch that train.py would accept, compiled."""
     modes = {"none": 1, "selective": 1, "full": 1, work.ac_mode: work.every_n}
+    work = work.replace(compiled=True, offload=False, zero1=False)
     for degrees in layouts(work, cluster):
         samples = work.global_batch // degrees.dp  # of a rank, in a step
         for (mode, every_n), batch in product(modes.items(), micro_batches(samples, degrees)):
-            settings = {
-                "ac_mode": mode,
-                "every_n": every_n,
-                "compiled": True,
-                "offload": False,
-                "zero1": False,
-            }
-            changed = work.replace(degrees=degrees, **settings)
+            changed = work.replace(degrees=degrees, ac_mode=mode, every_n=every_n)
             if degrees.pp > 1:
                 yield changed.replace(local_batch=samples, pipeline_micro_batch=batch, schedule="1F1B")
                 continue
@@ -109,18 +103,14 @@ def layouts(work: Workload, cluster: Cluster) -> Iterator[Degrees]:
     """Tensor parallelism stays inside a node; shards over all ranks, or over a node or less and replicas."""
     world, node = cluster.devices, min(cluster.devices_per_node, cluster.devices)
     heads = work.model.heads
-    for pp in DEGREES:
-        if world % pp or pp > work.model.layers:
+    for pp, tp, cp in product(DEGREES, divisors(node), DEGREES):
+        rest = world // (pp * tp * cp)
+        if pp > work.model.layers or heads % (tp * cp) or (pp > 1 and cp > 1):
             continue
-        for tp in (n for n in divisors(node) if heads % n == 0 and world % (pp * n) == 0):
-            for cp in DEGREES:
-                rest = world // (pp * tp * cp) if world % (pp * tp * cp) == 0 else 0
-                if not rest or (heads // tp) % cp or (pp > 1 and cp > 1):
-                    continue
-                inside = max(node // (tp * cp), 1)
-                for shard in sorted({1, inside, rest}):
-                    if rest % shard == 0 and work.global_batch % rest == 0:
-                        yield Degrees(pp, rest // shard, shard, cp, tp)
+        if rest * pp * tp * cp == world and work.global_batch % rest == 0:
+            for shard in sorted({1, max(node // (tp * cp), 1), rest}):
+                if rest % shard == 0:
+                    yield Degrees(pp, rest // shard, shard, cp, tp)
 
 
 def micro_batches(samples: int, degrees: Degrees) -> list[int]:
@@ -142,17 +132,29 @@ def changes_that_fit(work: Workload, cluster: Cluster) -> list[tuple[str, Plan]]
     """(keys to set, what that gives) of the three cheapest changes after which the job fits.
 
     Single changes, and where these do not do, two at once. Cost is device-seconds of a step; cpu_offload
-    comes last: its time hangs on the host, which the planner knows least.
+    comes last: its time depends on the host, which the planner knows least.
     """
-    tried = list(changes(work, cluster))
+    tried = [each for each in changes(work, cluster) if memory(each[1]).peak < memory(work).peak]
     found = fitting(tried)
     if len(found) < 3:
         pairs = ((one, two) for one in tried for two in changes(*one[1:]) if key_of(two[0]) != key_of(one[0]))
         found += fitting((f"{one[0]}, {two[0]}", *two[1:]) for one, two in pairs)
+    found.sort(key=lambda change: (change[1].work.offload, change[1].device_seconds, change[0].count(",")))
     cheapest: dict[frozenset[str], tuple[str, Plan]] = {}  # one value of each key, or pair of keys
-    for name, made in sorted(found, key=cheapness):
+    for name, made in found:
         cheapest.setdefault(frozenset(map(key_of, name.split(", "))), (name, made))
     return list(cheapest.values())[:3]
+
+
+def speedups(made: Plan, cluster: Cluster) -> list[tuple[str, Plan]]:
+    """(key to set, what that gives) of single changes on the same devices that fit and make a step of the
+    same samples faster, the fastest first. More ranks for a sample save memory, not time.
+    """
+    d = made.work.degrees
+    after = [(each, each[1].degrees) for each in changes(made.work, cluster)]
+    tried = [each for each, new in after if new.world == d.world and new.tp <= d.tp and new.cp <= d.cp]
+    found = [each for each in fitting(tried) if each[1].time.total < (1 - SIMPLICITY) * made.time.total]
+    return sorted(found, key=lambda change: change[1].time.total)
 
 
 def change_text(name: str, work: Workload, config: Config) -> str:
@@ -160,11 +162,6 @@ def change_text(name: str, work: Workload, config: Config) -> str:
     devices = [part for part in name.split(", ") if part.endswith(" devices")]
     keys = [f"{key} = {json.dumps(value)}" for key, value in changed_settings(work, config).items()]
     return ", ".join([*devices, *keys])
-
-
-def cheapness(change: tuple[str, Plan]) -> tuple[bool, float, int]:
-    name, made = change
-    return made.work.offload, made.device_seconds, name.count(",")
 
 
 def key_of(change: str) -> str:
@@ -176,51 +173,35 @@ def fitting(tried: Iterable[Change]) -> list[tuple[str, Plan]]:
     return [(name, found) for name, found, cluster in made if fits(found, cluster)]
 
 
-def speedups(work: Workload, cluster: Cluster) -> Iterator[Change]:
-    """Every single one that may make a step of the same samples faster."""
-    d, samples = work.degrees, work.local_batch * work.accumulation
-    if not work.compiled:
-        yield "compile.enable = true", work.replace(compiled=True), cluster
-    if work.dtype == "float32":
-        yield 'training.mixed_precision_param = "bfloat16"', work.replace(dtype="bfloat16"), cluster
-    elif not work.float8 and "fp8" in cluster.device.matmul:
-        yield "float8.enable = true", work.replace(float8=True), cluster
-    for mode in ("none", "selective"):
-        if work.ac_mode not in ("none", mode):
-            yield f'activation_checkpoint.mode = "{mode}"', work.replace(ac_mode=mode), cluster
-    for batch in (n for n in divisors(samples) if n > work.local_batch and d.pp == 1):
-        yield f"training.local_batch_size = {batch}", work.replace(local_batch=batch), cluster
-    for axis, key in (("tp", "tensor_parallel_degree"), ("cp", "context_parallel_degree")):
-        fewer = Degrees(**{**vars(d), axis: getattr(d, axis) // 2, "dp_shard": 2 * d.dp_shard})
-        if fewer.world == d.world and work.global_batch % (work.local_batch * fewer.dp) == 0:
-            yield f"parallelism.{key} = {getattr(fewer, axis)}", work.replace(degrees=fewer), cluster
-    if work.uses_fsdp and work.reshard != "never":
-        name = 'parallelism.fsdp_reshard_after_forward = "never"'
-        yield name, work.replace(reshard="never"), cluster
-
-
 def changes(work: Workload, cluster: Cluster) -> Iterator[Change]:
-    """Every single one that saves memory."""
-    d = work.degrees
-    for mode in ("selective", "full"):
-        if mode != work.ac_mode:
-            yield f'activation_checkpoint.mode = "{mode}"', work.replace(ac_mode=mode), cluster
-    for batch in (n for n in divisors(work.local_batch) if n < work.local_batch):
-        yield f"training.local_batch_size = {batch}", work.replace(local_batch=batch), cluster
-    if work.dtype == "float32":
-        yield 'training.mixed_precision_param = "bfloat16"', work.replace(dtype="bfloat16"), cluster
+    """Every single change that may save memory or time, of a step of the same samples."""
+    d, samples = work.degrees, work.local_batch * work.accumulation
+    settings: list[tuple[str, Any, dict[str, Any]]] = [
+        ("compile.enable", True, {"compiled": True}),
+        ("training.mixed_precision_param", "bfloat16", {"dtype": "bfloat16"}),
+        *(("activation_checkpoint.mode", m, {"ac_mode": m}) for m in ("none", "selective", "full")),
+    ]
+    if work.dtype != "float32" and "fp8" in cluster.device.matmul:
+        settings.append(("float8.enable", True, {"float8": True}))
+    if d.pp == 1:
+        key = "training.local_batch_size"
+        settings += [(key, batch, {"local_batch": batch}) for batch in divisors(samples)]
+    if work.uses_fsdp:
+        settings.append(("parallelism.fsdp_reshard_after_forward", "never", {"reshard": "never"}))
+        if work.optimizer != "Muon":  # which refuses it
+            settings.append(("parallelism.cpu_offload", True, {"offload": True}))
     if d.dp_replicate > 1:
-        whole = Degrees(d.pp, 1, d.dp, d.cp, d.tp)
-        yield "parallelism.data_parallel_replicate_degree = 1", work.replace(degrees=whole), cluster
-    for axis, key in (("tp", "tensor_parallel_degree"), ("cp", "context_parallel_degree")):
-        for n in (2, 4, 8):
-            changed = Degrees(**{**vars(d), axis: n, "dp_shard": d.dp_shard * getattr(d, axis) // n})
-            if n <= getattr(d, axis) or changed.world != d.world:
-                continue
-            if work.model.heads % (changed.tp * changed.cp) == work.global_batch % changed.dp == 0:
-                yield f"parallelism.{key} = {n}", work.replace(degrees=changed), cluster
-    if work.uses_fsdp and not work.offload and work.optimizer != "Muon":  # which refuses it
-        yield "parallelism.cpu_offload = true", work.replace(offload=True), cluster
+        key = "parallelism.data_parallel_replicate_degree"
+        settings.append((key, 1, {"degrees": Degrees(d.pp, 1, d.dp, d.cp, d.tp)}))
+    for (axis, key), n in product(AXES.items(), (1, 2, 4, 8)):
+        layout = Degrees(**{**vars(d), axis: n, "dp_shard": d.dp_shard * getattr(d, axis) // n})
+        if layout.world == d.world and work.model.heads % (layout.tp * layout.cp) == 0:
+            if work.global_batch % (work.local_batch * layout.dp) == 0:
+                settings.append((key, n, {"degrees": layout}))
+    for key, value, changed in settings:
+        after = work.replace(**changed)
+        if after != work:
+            yield f"{key} = {json.dumps(value)}", after, cluster
     for factor in (2, 4, 8):
         more = Degrees(d.pp, d.dp_replicate, d.dp_shard * factor, d.cp, d.tp)
         if work.global_batch % (more.dp * work.local_batch) == 0:

@@ -6,6 +6,8 @@ python -m planning.start_checks --job.config_file F --section.key value
 import math
 import os
 import sys
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryFile
 
@@ -27,13 +29,18 @@ from errors import one_line_errors, refuse
 from jobs.preemption import started_at
 from models.attention import check_backend
 from models.registry import build_model, registered
-from models.weather_model import GridModel
+from models.weather_model import GridModel, TokenModel
 from parallelisms.degrees import check_processes, num_ranks, number_in_environment
 from parallelisms.domain_parallel import choose_tiles
 from parallelisms.float8 import check_float8, float8_layers
 from parallelisms.pipeline import SPLIT_BACKWARD
+from planning.clusters import load_cluster, machine_known_as
+from planning.hardware import Cluster
+from planning.workload import COPIES_AHEAD, Workload, workload_of
 from training.loggers.opening import check_loggers
 from training.process_settings import host_memory
+
+CGROUPS = Path("/sys/fs/cgroup")
 
 
 def open_checked(config: Config) -> Selection:
@@ -118,16 +125,12 @@ def check_memory(config: Config, num_variables: int, grid: Grid) -> None:
     """
     gpus = range(torch.cuda.device_count())
     memory = host_memory() + sum(torch.cuda.get_device_properties(gpu).total_memory for gpu in gpus)
-    model, hosts = config.model, max(num_ranks() // local_ranks()[1], 1)
-    if registered(model.name).has_tokens:
-        key, numbers = (
-            "dim",
-            model.num_layers * (4 * model.dim + 2 * (model.mlp_dim or 4 * model.dim)) * model.dim,
-        )
-    else:
-        built = build_model(model, 1, 0, grid.shape, grid.periodic)
-        key, numbers = "width", sum(parameter.numel() for parameter in built.parameters())
-    _check_bytes(f"model.{key}", getattr(model, key), "the parameters", 4 * numbers // hosts, memory)
+    hosts = max(num_ranks() // local_ranks()[1], 1)
+    model = build_model(config.model, num_variables, 0, grid.shape, grid.periodic)
+    key = "dim" if isinstance(model, TokenModel) else "width"
+    numbers = sum(parameter.numel() for parameter in model.parameters())
+    what = ("the parameters", 4 * numbers // hosts, memory)
+    _check_bytes(f"model.{key}", getattr(config.model, key), *what)
     batch = config.training.local_batch_size
     states = config.data.history + max(config.training.rollout_steps)  # inputs and targets
     fields = states * 4 * batch * num_variables * math.prod(grid.shape)
@@ -177,6 +180,48 @@ def check_tokens(config: Config, grid: Grid) -> None:
     if registered(config.model.name).has_tokens and degree > tokens:
         reason = f"a sample has {tokens} tokens; lower it, or model.patch_size"
         refuse("parallelism.context_parallel_degree", degree, reason)
+
+
+# -- this machine, in the planner's terms
+
+
+def available_memory(cgroup: Path | None = None) -> int:
+    """Return the bytes that this process may still take: free on the host, and within its control groups.
+
+    A control group counts cached files as used; the kernel gives those up first. cgroup: this process's own
+    one.
+    """
+    lines = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
+    free = [int(lines["MemAvailable"].split()[0]) * 1024]
+    own = cgroup or CGROUPS / Path("/proc/self/cgroup").read_text().strip().rpartition("::")[2].strip("/")
+    for group in (own, *own.parents):
+        limit = group / "memory.max"
+        if limit.exists() and (text := limit.read_text().strip()) != "max":
+            numbers = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
+            used = int((group / "memory.current").read_text()) - int(numbers.get("inactive_file", 0))
+            free.append(int(text) - used)
+    return max(min(free), 0)
+
+
+def cluster_here(name: str, files: Sequence[str], world_size: int, memory: int) -> Cluster | None:
+    """Return the cluster of a run here; None for a GPU that is not in the file. ConfigError: an unknown name.
+
+    memory: bytes of the host that its ranks share where they have no GPUs.
+    """
+    on_gpu, local = torch.cuda.is_available(), local_ranks()[1]
+    name = name or (machine_known_as(torch.cuda.get_device_name(), files) or "" if on_gpu else "cpu")
+    if not name:
+        return None
+    found = load_cluster(name, files).with_devices(local)
+    if found.shared:
+        found = replace(found, device=replace(found.device, memory=memory // local), host_memory=memory)
+    return replace(found, devices_per_node=local, devices=world_size)
+
+
+def workload_here(config: Config, selection: Selection, cluster: Cluster | None, world_size: int) -> Workload:
+    """Return the work of a step. ConfigError: the planner knows no closed form."""
+    work = workload_of(config, world_size, selection.archive.grid.shape, len(selection.variables))
+    return work.replace(copies_ahead=COPIES_AHEAD if cluster and not cluster.shared else 0)
 
 
 def main(argv: list[str]) -> None:

@@ -5,13 +5,13 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
-from config import Config, Model, Optimizer
+from config import Config, Optimizer
 from datasets.channels import Channels
 from datasets.options import PREFETCH
 from errors import ConfigError
 from models.registry import MODELS, registered
 from parallelisms.degrees import Degrees, num_stages, resolve_degrees
-from planning.architecture import Architecture, vit_architecture
+from planning.architecture import Architecture, architecture_of
 from training.due import Rollouts
 
 ITEMSIZE = {"float32": 4, "bfloat16": 2, "float16": 2}
@@ -35,12 +35,10 @@ class Workload:
     every_n: int = 1
     compiled: bool = False
     float8: bool = False
-    fused_casts: bool = False  # to float8, by kernels of Transformer Engine: other programs than this
     attention: str = "sdpa"
     reshard: str = "default"
     zero1: bool = False
     offload: bool = False
-    async_tp: bool = False  # tensor parallel's collectives run during the products next to them
     method: str = "ulysses"
     schedule: str = "1F1B"
     pipeline_micro_batch: int = 1
@@ -51,11 +49,8 @@ class Workload:
     rollout_steps: int = 1  # steps of the model, each from the last one's output: of the longest rollout
     members: int = 1  # states that a sample becomes for the model, those of an ensemble
     gradient_steps: int = 1  # of these, the last ones, that have a backward pass
-    slowest: float = 1.0  # the rank that all wait for computes so many times longer than the others
     asynchronous: bool = True  # checkpoints
-    batches_ahead: int = (
-        0  # micro-batches that a loader has in the host's memory, the one being given included
-    )
+    batches_ahead: int = 0  # micro-batches that a loader has in the host's memory
     copies_ahead: int = 0  # of these that are on their way to the device, or there already
     arrays: int = 1  # of the archive that a state is read from: those on levels are one each
 
@@ -97,6 +92,11 @@ class Workload:
         return self.reduces_last and self.reshard != "always"
 
     @property
+    def gathers_again(self) -> bool:
+        """True if FSDP gathers a block's parameters again in its backward pass."""
+        return not self.stays_gathered and self.reshard != "never"
+
+    @property
     def forecasts(self) -> int:
         """Times that it goes through the model before, for the states that these steps start from."""
         return self.accumulation * self.micro_batches * (self.rollout_steps - 1)
@@ -127,7 +127,7 @@ class Workload:
 
     @property
     def rank_tokens(self) -> int:
-        """Tokens of a sample that a rank holds between blocks: padded, then dealt out over cp x tp."""
+        """Tokens of a sample that a rank has between blocks: padded, then sharded over cp x tp."""
         return math.ceil(self.model.tokens / (self.degrees.cp * self.degrees.tp))
 
     @property
@@ -149,14 +149,9 @@ class Workload:
         return min(stages * number, (stages - 1) * in_a_round + hops + 1) / stages
 
     @property
-    def casts_norms(self) -> bool:
-        """True if autocast takes norms in float32, which a compiled block does without writing it."""
-        return self.itemsize < 4 and not self.compiled
-
-    @property
-    def gathered_itemsize(self) -> int:
-        """Bytes of a value that tensor parallelism gathers."""
-        return self.itemsize
+    def segment(self) -> int:
+        """Number of blocks that are recomputed as one, where whole blocks are."""
+        return self.every_n if self.ac_mode == "every_n_blocks" else 1
 
     @property
     def stages_of_rank(self) -> int:
@@ -251,18 +246,8 @@ def changed_settings(work: Workload, config: Config) -> dict[str, Any]:
 
 
 def state_bytes(optimizer: Optimizer, model: Architecture) -> float:
-    """Bytes a parameter, on average: two moments, or a momentum alone, which Muon has of blocks' matrices."""
+    """Bytes a parameter, on average: two moments, or one momentum, which Muon has of blocks' matrices."""
     momentum, both = 4.0, 8.0
     if optimizer.name == "Muon":
         return both - (both - momentum) * model.layers * model.matrix_parameters / model.parameters
     return momentum if optimizer.name in ("SGD", "LARS") else both
-
-
-def architecture_of(
-    model: Model, grid_shape: tuple[int, int], in_channels: int, out_channels: int
-) -> Architecture:
-    shape = (model.dim, model.num_layers, model.num_heads, model.mlp_dim)
-    options = {"qkv_bias": model.qkv_bias, "qk_norm": model.qk_norm}
-    options["learned_position"] = model.position == "learned"
-    options["axial"] = model.position == "rotary"
-    return vit_architecture(grid_shape, model.patch_size, in_channels, out_channels, *shape, **options)

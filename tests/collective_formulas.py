@@ -53,11 +53,11 @@ def fsdp_collectives(work: Workload) -> Calls:
     """
     degrees, calls = work.degrees, Counter()
     ranks, last_block = degrees.dp_shard * degrees.cp, work.model.layers - 1
-    rest = cut(work.model.first() | work.model.last(), degrees.tp)
+    rest = cut(work.model.first | work.model.last, degrees.tp)
     # (parameters, how many such units, whether "default" frees them after the forward pass)
     units = [
-        (cut(work.model.block(), degrees.tp), last_block, True),
-        (cut(work.model.block(), degrees.tp), 1, False),
+        (cut(work.model.block, degrees.tp), last_block, True),
+        (cut(work.model.block, degrees.tp), 1, False),
     ]
     for unit, number, freed in [*units, (rest, 1, False)]:
         freed = work.reshard == "always" or (work.reshard == "default" and freed)
@@ -87,8 +87,8 @@ def replicated_gradients(work: Workload) -> Calls:
     """What every tp rank holds whole sees its own tokens only: FSDP sums such gradients over tp first."""
     calls: Calls = Counter()
     for unit, number in (
-        (work.model.block(), work.model.layers),
-        (work.model.first() | work.model.last(), 1),
+        (work.model.block, work.model.layers),
+        (work.model.first | work.model.last, 1),
     ):
         for name, shape in cut(unit, work.degrees.tp).items():
             if "norm" in name:

@@ -19,7 +19,7 @@ from tests.planned import run_export, run_forecast, run_main, run_train
 from tests.started_jobs import records, run_options, write_config
 from tests.test_rollout_training import memory_of
 from training.config_checks import load_checked
-from verification.validation import spread_skill
+from verification.scores import ensemble_scores
 
 NAME = "10m_u_component_of_wind"
 ENSEMBLE = ["--training.loss", "crps", "--training.members", "3", "--model.noise_dim", "4"]
@@ -86,7 +86,7 @@ def test_validation_scores_are_those_of_the_forecasts(options, tmp_path):
         rmse = np.sqrt(np.mean(squares))
         assert found[f"val/crps/{NAME}{suffix}"] == pytest.approx(np.mean(scores), rel=1e-5)
         assert found[f"val/rmse/{NAME}{suffix}"] == pytest.approx(rmse, rel=1e-5)
-        ratio = np.sqrt(4 / 3 * np.mean(variances)) / rmse
+        ratio = np.sqrt(np.mean(variances) / (rmse**2 - np.mean(variances) / 3))
         assert found[f"val/spread_skill/{NAME}{suffix}"] == pytest.approx(ratio, rel=1e-5)
         assert found[f"val/rmse_persistence/{NAME}{suffix}"] > 0
 
@@ -167,10 +167,10 @@ def test_the_spread_of_members_that_the_truth_might_be_is_their_skill(members):
     truth, drawn = generator.normal(size=200_000), generator.normal(size=(members, 200_000))
     for size in (1.0, 0.5):
         mean, variance = (size * drawn).mean(axis=0), (size * drawn).var(axis=0, ddof=1).mean()
-        rmse = np.sqrt(np.mean((mean - truth) ** 2))
-        ratio = spread_skill(torch.tensor(variance), torch.tensor(rmse), members).item()
-        expected = np.sqrt((members + 1) / members) * size / np.sqrt(1 + size**2 / members)
-        assert ratio == pytest.approx(expected, rel=0.01)
+        means = {"variance": variance, "mse": np.mean((mean - truth) ** 2), "crps": 0.0}
+        scores = ensemble_scores({name: torch.tensor(each) for name, each in means.items()}, members)
+        ratio = scores["unbiased_spread_skill_ratio"].item()
+        assert ratio == pytest.approx(size, rel=0.01)  # the truth's own spread is 1
         assert size == 0.5 or ratio == pytest.approx(1, rel=0.01)
 
 

@@ -11,7 +11,9 @@ import evaluate
 from tests.forecasts import analyses, climatology, forecasts, grid, write
 from tests.planned import run_main
 from tests.started_jobs import Job, run_options, started_by, write_config
+from verification import matching, saved_tallies
 from verification.details import MIDLATITUDES, mean_over_latitudes
+from verification.saved_tallies import SavedTallies
 
 LEADS = [6, 12, 24]
 RMSE = "rmse/geopotential:500@24h"
@@ -177,6 +179,35 @@ def test_what_has_none_of_the_variables_is_no_part_of_a_comparison(run, truth):
     write(forecasts(truth, 10, LEADS)[["geopotential"]], run.folder / "upper.zarr")
     code, said, _ = run(*options, f"--forecast=upper={run.folder / 'upper.zarr'}", output="surface")
     assert code == 2 and "'upper': it has none of the variables" in said and said.count("\n") == 1
+
+
+def test_a_killed_evaluation_continues(run, monkeypatch):
+    """Three times, after some dates each; the last attempt scores what is left."""
+    ours = f"--forecast=model={run.folder / 'ours.zarr'}"
+    run(ours, output="whole", run="killed")
+    monkeypatch.setattr(matching, "MOST_DATES", 1)
+    monkeypatch.setattr(saved_tallies, "SAVE_SECONDS", 0.0)
+    monkeypatch.setattr(saved_tallies, "MOST_TIME", 1e9)
+    add, scored = SavedTallies.add, []
+
+    def killed(saved, dates, tallies):
+        add(saved, dates, tallies)
+        scored.extend(dates)
+        if len(scored) in (2, 4, 7):
+            raise KeyboardInterrupt
+
+    for _ in range(3):
+        with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+            patch.setattr(SavedTallies, "add", killed)
+            run(ours, output="killed", run="killed")
+    monkeypatch.setattr(SavedTallies, "add", lambda saved, *rest: scored.extend(rest[0]) or add(saved, *rest))
+    code, said, out = run(ours, output="killed", run="killed")
+    assert code == 0 and sorted(scored) == list(range(10)), said
+    for name in ("scores.nc", "scores_by_date.nc"):
+        xr.testing.assert_identical(xr.open_dataset(out / name), xr.open_dataset(run.folder / "whole" / name))
+    for name in ("spectra_model.nc", "bias_persistence.nc"):
+        xr.testing.assert_allclose(xr.open_dataset(out / name), xr.open_dataset(run.folder / "whole" / name))
+    assert not list((run.folder / "killed/evaluation/unfinished").glob("*"))
 
 
 @pytest.mark.slow

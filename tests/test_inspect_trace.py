@@ -2,7 +2,6 @@
 
 import gzip
 import json
-import re
 import time
 from pathlib import Path
 
@@ -12,16 +11,14 @@ from torch.profiler import ProfilerActivity, profile, record_function
 from torch.utils.flop_counter import FlopCounterMode
 
 from datasets.field_dataset import FieldDataset
-from models.registry import build_model
 from tests.recordings import two_steps_of_a_gpu
 from tests.started_jobs import write_config
-from traces.advice import advice
 from traces.classes import COMPUTE
 from traces.events import read_trace
 from traces.inspect_trace import inspect, main
-from traces.report import collectives_table, comparison, memory_table, ranks_table, tasks
+from traces.report import memory_table, ranks_table
 from traces.timeline import Timeline, build_timeline
-from traces.work import rates_of, work_by_class, work_of
+from traces.work import work_of
 from train import train
 from training.config_checks import load_checked
 from training.metrics import Metrics
@@ -132,39 +129,11 @@ def test_planted_stalls_are_found_and_named(stalled, capsys):
     (timeline,) = inspect(stalled)
     assert timeline.by_class["data wait"] > STALL * 1e3
     assert timeline.idle_by_cause["gap after optimizer"] > STALL * 1e3
-    assert ("aten::item", "after data", 3) in [(w.what, w.where, w.count) for w in timeline.waits]
     main([str(stalled)])
     told = capsys.readouterr().out
     assert "for data (span data): the training process reads them itself (data.num_workers = 0)" in told
     assert "ms a step in a gap after optimizer" in told
-    assert re.search(r"aten::item after data +1\.0 ", told)
     assert (stalled / "plots/trace-step-00000006-rank0.png").stat().st_size > 10_000
-
-
-def test_a_slow_loader_with_processes_is_named(tmp_path):
-    """It sleeps 30 ms a batch and the loop 30 ms a step: with four batches a step it is late."""
-    folder = run_with_stalls(tmp_path, "--data.num_workers", "1", "--training.global_batch_size", "8")
-    (timeline,) = inspect(folder)
-    assert timeline.by_class["data wait"] > STALL * 1e3
-    assert "the loader's threads or processes are slower" in advice(timeline, rates_of(timeline))
-
-
-def test_flops_of_a_trace_are_those_of_the_model(stalled):
-    """Forward and backward, but for the gradient of the first layer's input, which nobody needs."""
-    (timeline,) = inspect(stalled)
-    config = load_checked(["--job.config_file", str(stalled / "config.toml")])
-    plan = build_model(config.model, 1, 0, (6, 8), periodic=True)
-    batch, tokens, patch, dim = 2, 4, 12, config.model.dim
-    work = work_by_class(timeline, rates_of(timeline))
-    counted = sum(work[name].work.flops for name in ("GEMM", "attention"))
-    assert counted == 3 * plan.flops() * batch - 2 * batch * tokens * patch * dim
-
-
-def test_two_traces_side_by_side(stalled, gpu, capsys):
-    main([str(stalled), str(gpu.trace.path)])
-    printed = capsys.readouterr().out
-    assert "B - A" in printed and "\nB: The GPU idles" in printed
-    assert "+0.00    1.00" in comparison(gpu, gpu)
 
 
 def test_the_rank_that_comes_last_waits_least(gpu):
@@ -173,17 +142,8 @@ def test_the_rank_that_comes_last_waits_least(gpu):
     ranks = [build_timeline(read_trace(gpu.trace.path)) for _ in range(12)]
     for number, timeline in enumerate(ranks):
         timeline.trace.rank, timeline.collective_milliseconds = number, 12.0 - number
-    lines = collectives_table(ranks).splitlines()
-    assert lines[1].split(maxsplit=4)[:4] == ["rank", "11", "1.00", "+0.00"] and "comes last" in lines[1]
-    assert lines[5] == "..." and len(lines) == 10
-    assert lines[-1].split(maxsplit=4)[:4] == ["rank", "0", "12.00", "+11.00"]
-    assert "comes last" not in collectives_table([gpu, gpu]) and "rank 11" not in ranks_table(ranks)
-
-
-def test_kernels_are_listed_with_their_calls(gpu):
-    found = tasks(gpu)
-    assert found.index[0] == "nvjet_hsh"
-    assert found["calls"].iloc[0] == 2 and found["ms"].iloc[0] == pytest.approx(0.3)
+    *_, times, last = ranks_table(ranks).splitlines()
+    assert times.split()[:4] == ["in", "collectives", "12.00", "11.00"] and last.startswith("rank 11 ")
 
 
 # -- bad input
@@ -227,18 +187,3 @@ def test_what_is_no_trace_is_one_line(tmp_path, capsys):
     for number, text in enumerate(texts):
         (tmp_path / f"{number}.json").write_text(text)
         check_refused([str(tmp_path / f"{number}.json")], capsys)
-
-
-def test_odd_arguments_of_an_event_are_left_out(gpu):
-    record = json.loads(gpu.trace.path.read_text())
-    for event in record["traceEvents"]:
-        event["args"] = {"Input Dims": "?"} if "Input Dims" in event["args"] else event["args"]
-    gpu.trace.path.write_text(json.dumps(record))
-    main([str(gpu.trace.path)])
-
-
-def test_a_picture_that_cannot_be_written_is_one_line(gpu, capsys):
-    (gpu.trace.path.parent / "trace-step-00000002-rank0.png").mkdir()
-    with pytest.raises(SystemExit) as error:
-        main([str(gpu.trace.path)])
-    assert error.value.code == 2 and "trace-step-00000002-rank0.png" in capsys.readouterr().err

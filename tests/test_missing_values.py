@@ -113,6 +113,21 @@ def test_a_cell_that_the_climatology_lacks_has_no_anomaly(opened, tmp_path: Path
     assert np.isfinite(found["2m_temperature"].sel(metric=["acc", "truth_activity"])).all()
 
 
+def test_a_variable_or_day_that_the_climatology_lacks_costs_its_acc(opened, tmp_path, truth) -> None:
+    """It ended the evaluation; the forecasts are of 25 to 28 December."""
+    means = climatology(truth)
+    whole = evaluate(*opened, climatology=open_climatology(write(means, tmp_path / "whole.zarr")))
+    part = means.drop_vars("2m_temperature").sel(dayofyear=slice(1, 360))  # until 26 December
+    found = evaluate(*opened, climatology=open_climatology(write(part, tmp_path / "part.zarr")))
+    assert found.scores["2m_temperature"].sel(metric="acc").isnull().all()
+    np.testing.assert_array_equal(rmse(found.scores, "2m_temperature"), rmse(whole.scores, "2m_temperature"))
+    early = whole.by_date["geopotential"].sel(
+        metric="acc", lead_time=HOUR * 6, time=slice(None, "2019-12-26")
+    )
+    scores = found.scores["geopotential"].sel(metric="acc", lead_time=HOUR * 6)
+    np.testing.assert_allclose(scores, early.mean("time"), rtol=1e-12)
+
+
 def test_the_table_has_the_number_of_dates_of_every_forecast(
     opened, tmp_path: Path, truth: xr.Dataset
 ) -> None:

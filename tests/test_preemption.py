@@ -170,6 +170,20 @@ def test_a_second_ctrl_c_ends_all_ranks_at_once(start_job, tmp_path):
     assert not complete_steps(run / "checkpoints")
 
 
+@pytest.mark.slow
+def test_a_second_ctrl_c_after_the_save_changes_nothing(start_job, tmp_path):
+    """It killed the ranks while they ended, with "ended without a save" behind "is complete"."""
+    job = start_job(write_config(tmp_path), tmp_path / "run", NGPU="2")
+    job.wait_for_step(5)
+    os.kill(job.process.pid, signal.SIGINT)
+    while "is complete" not in job.output and job.process.poll() is None:
+        time.sleep(0.001)
+    while job.process.poll() is None:
+        os.kill(job.process.pid, signal.SIGINT)
+        time.sleep(0.01)
+    assert job.end() == EXIT_SAVED and job.output.count("rossby:") == 1, job.output
+
+
 def test_ctrl_c_in_one_process_saves_and_ends_in_one_line(start_job, tmp_path):
     config_file, run = write_config(tmp_path), tmp_path / "run"
     job = start_job(config_file, run, "--data.num_workers", "1")

@@ -16,8 +16,7 @@ from config import Config
 from planning import preflight as module
 from planning.preflight import FAIL, PASS, WARN, period_row, plan_row, preflight, table
 from planning.search import Plan
-from planning.start_checks import open_checked
-from planning.this_machine import available_memory, cluster_here
+from planning.start_checks import available_memory, cluster_here, open_checked
 from tests.started_jobs import ROOT, write_config
 
 
@@ -157,21 +156,9 @@ def test_missing_dates_of_a_period() -> None:
     assert period_row("train", whole, ends[1], ends[1] + np.timedelta64(30, "D")).result == FAIL
 
 
-def test_a_season_of_every_year_is_no_gap() -> None:
-    """As the simulated weather is: 100 days from 1 January on."""
-    days = [np.datetime64(f"{year}-01-01", "s") for year in (2003, 2004, 2005)]
-    there = np.concatenate([dates(str(day), str(day + np.timedelta64(100, "D"))) for day in days])
-    assert period_row("train", there, there[0], there[-1]).result == PASS
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_the_demo_passes(ranks: int) -> None:
-    start = ["-m", "jobs.torchrun", "--nproc-per-node", "2"] if ranks == 2 else []
-    command = [sys.executable, *start, "-m", "planning.preflight", "train_configs/demo.toml"]
+def test_the_demo_passes() -> None:
+    command = [sys.executable, "-m", "planning.preflight", "train_configs/demo.toml"]
     ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=240)
     assert ended.returncode == 0, ended.stdout + ended.stderr
-    assert "pass  memory" in ended.stdout and ("all-reduce of 64 MiB over 2 ranks" in ended.stdout) == (
-        ranks == 2
-    )
-    assert ended.stdout.count("memory") == 1 and not ended.stderr  # one table
+    assert ended.stdout.count("pass  memory") == 1 and not ended.stderr

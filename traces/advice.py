@@ -14,11 +14,10 @@ from traces.classes import (
 )
 from traces.events import DATA
 from traces.timeline import Timeline
-from traces.work import Rates, operator_table, work_by_class
+from traces.work import Rates, work_by_class
 
 SMALLEST = 0.03  # of a step
 SENTENCES = 4
-BUSY = 1.5  # times: mean over least time of the same product, above which something else takes the device
 # What makes a class of computation faster, where it is far from its floor.
 CLASS_FIXES = {
     GEMM: "larger matrices (training.local_batch_size, model.dim) come nearer to it, "
@@ -34,6 +33,12 @@ GAP_FIXES = {
     "the host in": "that call of the host is slow; nothing is launched until it returns",
     "gap": "nothing of torch runs there: Python works or waits, or another process has the processor",
 }
+SEND = "accumulate with training.global_batch_size, or raise training.local_batch_size"
+GATHER = 'gather less often with parallelism.fsdp_reshard_after_forward = "never", or shard over fewer ranks '
+GATHER += "(parallelism.data_parallel_replicate_degree)"
+READ = "the training process reads them itself (data.num_workers = 0); read ahead with data.num_workers, or "
+READ += "keep all in memory with data.cache_gib"
+RARELY = "do it less often: metrics.log_freq, checkpoint.interval, validation.interval"
 Loss = tuple[float, str]  # milliseconds a step that could be had, and how
 
 
@@ -48,21 +53,15 @@ def advice(timeline: Timeline, rates: Rates) -> str:
 
 
 def avoidable_parts(timeline: Timeline) -> Iterator[Loss]:
-    """Yield waiting for data, collectives that nothing hides, and logging, saving, validation."""
+    """Yield waiting for data, exposed collectives, and logging, saving, validation."""
     time, own = timeline.by_class, [event.name for event in timeline.trace.loop_events]
-    data = "the loader's threads or processes are slower than the step; raise data.num_workers"
-    if any("SingleProcess" in name for name in own):
-        data = "the training process reads them itself (data.num_workers = 0); read ahead with "
-        data += "data.num_workers, or keep all in memory with data.cache_gib"
-    send = "send less often: accumulate with training.global_batch_size, or raise training.local_batch_size"
-    if any(name.startswith("FSDP::") for name in own):
-        send = 'gather less often with parallelism.fsdp_reshard_after_forward = "never", or shard over fewer '
-        send += "ranks (parallelism.data_parallel_replicate_degree)"
-    rarely = "do it less often: metrics.log_freq, checkpoint.interval, validation.interval"
+    slow = "the loader's threads or processes are slower than the step; raise data.num_workers"
+    data = READ if any("SingleProcess" in name for name in own) else slow
+    send = GATHER if any(name.startswith("FSDP::") for name in own) else SEND
     yield time[DATA_WAIT], f"The loop waits {time[DATA_WAIT]:.1f} ms a step for data (span {DATA}): {data}"
     exposed = f"{time[COMMUNICATION]:.1f} ms a step of communication are exposed"
     yield time[COMMUNICATION], f"{exposed}: {send}"
-    yield time[AROUND], f"Logging, saving and validation take {time[AROUND]:.1f} ms a step: {rarely}"
+    yield time[AROUND], f"Logging, saving and validation take {time[AROUND]:.1f} ms a step: {RARELY}"
 
 
 def idle_causes(timeline: Timeline) -> Iterator[Loss]:
@@ -74,8 +73,7 @@ def idle_causes(timeline: Timeline) -> Iterator[Loss]:
         elif fix := next((fix for words, fix in GAP_FIXES.items() if words in cause), ""):
             yield time, f"The {device} idles {time:.1f} ms a step in a {cause}: {fix}"
     fix = "a larger training.local_batch_size gives each operator more to do"
-    if not is_compiled(timeline):
-        fix = f"compile.enable = true launches fewer of them; {fix}"
+    fix = fix if is_compiled(timeline) else f"compile.enable = true launches fewer of them; {fix}"
     text = f"Python and the dispatch of operators leave the {device} idle {dispatch:.1f} ms a step"
     yield dispatch, f"{text}: {fix}"
 
@@ -83,10 +81,6 @@ def idle_causes(timeline: Timeline) -> Iterator[Loss]:
 def slow_classes(timeline: Timeline, rates: Rates) -> Iterator[Loss]:
     """Yield computation above its floor; where the floor is not known, half of what may be fused away."""
     work, fusible = work_by_class(timeline, rates), not is_compiled(timeline)
-    if (spread := spread_of_calls(timeline)) > BUSY:
-        time = sum(timeline.by_class[name] for name in CLASS_FIXES) * (1 - 1 / spread)
-        yield time, f"The same products take {spread:.1f} x as long as at best: other work uses the device"
-        return
     for name, fix in CLASS_FIXES.items():
         time, floor = timeline.by_class[name], work[name].floor
         takes = f"{name} takes {time:.1f} ms a step"
@@ -94,14 +88,6 @@ def slow_classes(timeline: Timeline, rates: Rates) -> Iterator[Loss]:
             yield time - floor, f"{takes}, {time / floor:.2f} x its floor: {fix}"
         elif floor is None and name in (ELEMENTWISE, OPTIMIZER, COPIES) and fusible:
             yield time / 2, f"{takes}: {fix}"
-
-
-def spread_of_calls(timeline: Timeline) -> float:
-    """Return the mean over the least time of products of the same shapes, weighted by time."""
-    table = operator_table(timeline)
-    table = table[table["name"].isin(["aten::mm", "aten::addmm"])]
-    least = table.groupby("call")["ms"].transform("min").sum()
-    return table["ms"].sum() / least if least else 1.0
 
 
 def is_compiled(timeline: Timeline) -> bool:

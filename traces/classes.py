@@ -49,8 +49,6 @@ KERNELS = [
 KERNEL_RULES = [(name, re.compile(pattern, re.IGNORECASE)) for name, pattern in KERNELS]
 COMPILED = ("## Call CompiledFxGraph", "triton_", "graph_")  # inductor's code: what it runs itself was fused
 SYNCHRONISE = re.compile(r"(cuda|hip)(Device|Stream|Event)Synchronize|(cuda|hip)Memcpy$")
-# Python takes a value out of a tensor:
-READS = ("aten::item", "aten::is_nonzero", "aten::_local_scalar_dense")
 
 
 @cache
@@ -97,12 +95,3 @@ def classify_kernel(kernel: Event, launch: Event | None) -> tuple[str, Event | N
     if found is None or found == COMMUNICATION:  # launched by a collective, besides its own kernel
         return (COPIES if kernel.kind == "copy" else named), None
     return found, operator
-
-
-def is_inside_operator(event: Event) -> bool:
-    """Return True if another operator does it (fused AdamW reads its step numbers), not the loop itself."""
-    return any(
-        outer.kind == "op" and not outer.name.startswith(("Torch-Compiled", "autograd::"))
-        for outer in event.chain()
-        if outer is not event
-    )

@@ -11,7 +11,7 @@ import re
 from bisect import bisect_left, bisect_right
 from collections import defaultdict
 from collections.abc import Hashable, Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -20,16 +20,10 @@ from errors import DataError
 
 STEP_NAME = re.compile(r"ProfilerStep#\d+")
 DATA = "data"  # the part of the loop that waits for a batch; in other people's loops, torch's own span
+START = "at the start of the step"
 # Chrome's categories -> what they are here; others ("python_function", "gpu_user_annotation") are left out.
-KINDS = {
-    "cpu_op": "op",
-    "user_annotation": "span",
-    "cuda_runtime": "call",
-    "cuda_driver": "call",
-    "kernel": "kernel",
-    "gpu_memcpy": "copy",
-    "gpu_memset": "copy",
-}
+KINDS = {"cpu_op": "op", "user_annotation": "span", "cuda_runtime": "call", "cuda_driver": "call"}
+KINDS |= {"kernel": "kernel", "gpu_memcpy": "copy", "gpu_memset": "copy"}
 FILE_NAME = re.compile(r"step-(\d+)-rank(\d+)\.json\.gz")
 HOW_TO = (
     "write one with --profiling.enable_profiling true --profiling.profile_freq 20 (a trace every 20 steps)"
@@ -77,8 +71,8 @@ class Trace:
     steps: list[Event]
     threads: dict[Hashable, list[Event]]  # operators, spans and calls of the host by thread, in order
     kernels: list[Event]  # kernels and copies of the GPU, in order; empty on a CPU
-    calls: dict[int, Event] = field(default_factory=dict)  # correlation -> the call that launched it
-    memory: list[tuple[float, int]] = field(default_factory=list)  # (time, bytes allocated then), in order
+    calls: dict[int, Event]  # correlation -> the call that launched it
+    memory: list[tuple[float, int]]  # (time, bytes allocated then), in order
 
     @property
     def on_gpu(self) -> bool:
@@ -104,13 +98,9 @@ class Trace:
         """Return the folder of the run that wrote it."""
         return self.path.parent.parent if self.path.parent.name == "traces" else None
 
-    @property
-    def run_name(self) -> str:
-        return self.run.name if self.run else self.path.name.partition(".")[0]
-
     def step_number(self, index: int) -> int:
         """Return the number of a recorded step: the run's, by its file's name, or else the profiler's."""
-        if match := _match_name(self.path):
+        if match := FILE_NAME.fullmatch(self.path.name):
             return int(match[1]) - len(self.steps) + 1 + index
         return int(self.steps[index].name.partition("#")[2])
 
@@ -129,15 +119,11 @@ def find_traces(where: Path) -> list[Path]:
     """
     if where.is_file():
         return [where]
-    found = [(*map(int, m.groups()), path) for path in where.glob("traces/*") if (m := _match_name(path))]
+    matches = [(FILE_NAME.fullmatch(path.name), path) for path in where.glob("traces/*")]
+    found = sorted((int(match[1]), int(match[2]), path) for match, path in matches if match)
     if not found:
         raise DataError(f"{where}: no trace is there; {HOW_TO}")
-    newest = max(step for step, _, _ in found)
-    return [path for step, _, path in sorted(found) if step == newest]
-
-
-def _match_name(path: Path) -> re.Match[str] | None:
-    return FILE_NAME.fullmatch(path.name)
+    return [path for step, _, path in found if step == found[-1][0]]
 
 
 def read_trace(path: Path) -> Trace:
@@ -158,8 +144,7 @@ def read_trace(path: Path) -> Trace:
             threads[event.thread].append(event)
     for thread in threads.values():
         nest(thread)
-    operators = (e for thread in threads.values() for e in thread if e.kind == "op")
-    busy = {id(outer) for operator in operators for outer in operator.chain()}
+    busy = {id(outer) for operator in events if operator.kind == "op" for outer in operator.chain()}
     steps = [e for e in events if e.kind == "span" and STEP_NAME.fullmatch(e.name)]
     steps.sort(key=lambda e: e.start)
     if steps and id(steps[-1]) not in busy:
@@ -167,7 +152,7 @@ def read_trace(path: Path) -> Trace:
     if not any(step.end > step.start for step in steps):
         raise DataError(f"{path}: no step was recorded in it (no span ProfilerStep#<number>)")
     kernels = sorted((e for e in events if e.kind in ("kernel", "copy")), key=lambda e: e.start)
-    device, match = kernels[0].args.get("device", 0) if kernels else None, _match_name(path)
+    device, match = kernels[0].args.get("device", 0) if kernels else None, FILE_NAME.fullmatch(path.name)
     return Trace(
         path,
         int(match[2]) if match else distributed.get("rank", 0),
@@ -234,21 +219,20 @@ def stretches(events: list[Event]) -> Iterator[tuple[float, float, Event]]:
 
 
 class Loop:
-    """Parts of the loop on the main thread, by time."""
+    """Parts of the loop on the main thread, by time: spans and the time after each."""
 
     def __init__(self, trace: Trace) -> None:
         self.parts: list[Interval] = []
         for step in trace.steps:
-            inside = [e for e in trace.loop_events if e.kind == "span" and e.parent is step]
-            self.parts += parts_of(step, inside)
+            now, before = step.start, START
+            for span in (e for e in trace.loop_events if e.kind == "span" and e.parent is step):
+                name = DATA if span.name.startswith("enumerate(DataLoader)") else span.name.strip("# ")
+                self.parts += [Interval(now, span.start, before), Interval(span.start, span.end, name)]
+                now, before = span.end, f"after {name}"
+            self.parts.append(Interval(now, step.end, before))
+        self.parts = [part for part in self.parts if part.end > part.start]
         self.starts = [part.start for part in self.parts]
-        self.spans = {
-            part.name for part in self.parts if not part.name.startswith(("after ", "at the start"))
-        }
-
-    def at(self, time: float) -> Interval:
-        """Return the last part that began before `time`."""
-        return self.parts[max(bisect_right(self.starts, time) - 1, 0)]
+        self.spans = {part.name for part in self.parts if not part.name.startswith(("after ", START))}
 
     def cut(self, start: float, end: float) -> Iterator[Interval]:
         """Yield an interval cut where one part ends and another begins."""
@@ -257,17 +241,3 @@ class Loop:
         first, last = bisect_right(begins, start) - 1, bisect_left(begins, end)
         for i in range(first, last):
             yield Interval(max(start, begins[i]), min(end, ends[i]), self.parts[i].name)
-
-
-def parts_of(step: Event, spans: list[Event]) -> list[Interval]:
-    """Return a step as spans and the time between them: "forward", "after forward", "backward", ..."""
-    parts, now, before = [], step.start, "at the start of the step"
-    for span in spans:
-        if span.start > now:
-            parts.append(Interval(now, span.start, before))
-        name = DATA if span.name.startswith("enumerate(DataLoader)") else span.name.strip("# ")
-        parts.append(Interval(span.start, span.end, name))
-        now, before = span.end, f"after {name}"
-    if step.end > now:
-        parts.append(Interval(now, step.end, before))
-    return parts

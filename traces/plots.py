@@ -25,53 +25,44 @@ MAX_BARS = 16
 
 
 def plot_breakdown(timelines: Sequence[Timeline], target: Path) -> None:
-    """Draw bars by step and class, and one step of each timeline."""
+    """Draw bars by step and class, and one step of each rank."""
     rows = len(timelines)
-    labeled = dict(zip(labels_of(timelines), timelines, strict=True))
     figure = plt.figure(figsize=(13, 4.6 + 1.1 * rows), layout="constrained")
     bars, *strips = figure.subplots(1 + rows, 1, height_ratios=[3.8, *[1.1] * rows])
-    draw_bars(bars, labeled)
-    for axes, (label, timeline) in zip(strips, labeled.items(), strict=True):
-        draw_step(axes, timeline, label)
+    draw_bars(bars, timelines)
+    for axes, timeline in zip(strips, timelines, strict=True):
+        draw_step(axes, timeline)
     handles = [Patch(color=COLORS[name], label=name) for name in CLASSES]
     figure.legend(handles=handles, loc="outside lower center", ncols=len(CLASSES), fontsize=8)
-    runs = dict.fromkeys(timeline.trace.run_name for timeline in timelines)
-    figure.suptitle(f"Where the time of a step goes: {' and '.join(runs)}")
+    trace = timelines[0].trace
+    figure.suptitle(f"Where the time of a step goes: {(trace.run or trace.path).name}")
     target.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(target, dpi=110)
     plt.close(figure)
 
 
-def labels_of(timelines: Sequence[Timeline]) -> list[str]:
-    """Return short labels of timelines: the ranks of a run, or the files of two."""
-    ranks = [f"rank {timeline.trace.rank}" for timeline in timelines]
-    if len({timeline.trace.run for timeline in timelines}) == 1 and len(set(ranks)) == len(ranks):
-        return ranks
-    return [f"{letter}: {timeline.trace.run_name}" for letter, timeline in zip("AB", timelines, strict=True)]
-
-
-def draw_bars(axes: Axes, labeled: dict[str, Timeline]) -> None:
-    """Draw a bar a step, stacked by class; an empty one between timelines."""
+def draw_bars(axes: Axes, timelines: Sequence[Timeline]) -> None:
+    """Draw a bar a step, stacked by class; an empty one between ranks."""
     bars: list[Table] = []
-    for label, timeline in labeled.items():
+    for timeline in timelines:
         by_step = timeline.table.pivot_table(index="step", columns="name", values="ms", aggfunc="sum")
         by_step.index = [timeline.trace.step_number(i) for i in by_step.index]
-        first_steps = by_step.head(max(MAX_BARS // len(labeled), 1))
+        first_steps = by_step.head(max(MAX_BARS // len(timelines), 1))
         first = first_steps.index[0]
-        bars += [first_steps.rename(index={first: f"{first}\n{label}"}), pd.DataFrame(index=[""])]
+        named = first_steps.rename(index={first: f"{first}\nrank {timeline.trace.rank}"})
+        bars += [named, pd.DataFrame(index=[""])]
     table: Table = pd.concat(bars[:-1]).reindex(columns=list(COLORS))
     table.plot.bar(stacked=True, ax=axes, color=COLORS, legend=False, width=0.8, rot=0, fontsize=8)
     axes.set(xlabel="step", ylabel="ms", title="by step")
     axes.grid(axis="y", alpha=0.3)
 
 
-def draw_step(axes: Axes, timeline: Timeline, label: str) -> None:
+def draw_step(axes: Axes, timeline: Timeline) -> None:
     """Draw the step of median length from left to right, with the parts of the loop above."""
     windows = timeline.windows
     index = sorted(range(len(windows)), key=lambda i: windows[i].end - windows[i].start)[len(windows) // 2]
     begin, end, _ = windows[index]
-    segments = timeline.table[timeline.table["step"] == index]
-    for name, rows in segments.groupby("name"):
+    for name, rows in timeline.table[timeline.table["step"] == index].groupby("name"):
         spans = list(zip((rows["start"] - begin) / 1000, rows["ms"], strict=True))
         axes.broken_barh(spans, (0, 1), color=COLORS[str(name)], linewidth=0)
     loop = Loop(timeline.trace)
@@ -82,4 +73,5 @@ def draw_step(axes: Axes, timeline: Timeline, label: str) -> None:
             if part.end - part.start > NARROW * (end - begin):
                 axes.text((first + last) / 2, 1.2, part.name, ha="center", fontsize=7)
     axes.set(xlim=(0, (end - begin) / 1000), ylim=(0, 1.5), yticks=[], xlabel="ms")
-    axes.set_title(f"step {timeline.trace.step_number(index)} of {label}", fontsize=9, loc="left")
+    title = f"step {timeline.trace.step_number(index)} of rank {timeline.trace.rank}"
+    axes.set_title(title, fontsize=9, loc="left")

@@ -6,7 +6,7 @@ there is none, a collective (exposed communication), then a copy; where nothing 
 instead of launching.
 """
 
-from bisect import bisect_left, bisect_right
+from bisect import bisect_left
 from collections import deque
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -23,11 +23,9 @@ from traces.classes import (
     COMPUTE,
     COPIES,
     IDLE,
-    READS,
     SYNCHRONISE,
     WHOLE_PARTS,
     classify_kernel,
-    is_inside_operator,
     kernel_class,
     working_operator,
 )
@@ -46,17 +44,6 @@ class Segment(NamedTuple):
     name: str  # its class
     what: str = ""
     operator: Event | None = None  # that computes it; its arguments say how much work it is
-    kernel: Event | None = None  # of a GPU; of a collective on a CPU, the collective
-
-
-class Wait(NamedTuple):
-    """A place where the host waited for the device, or on a CPU would have: it read a value."""
-
-    what: str  # the operator, or the call of the runtime
-    where: str  # the part of the loop
-    count: int  # in all steps
-    waited: float  # milliseconds of the host, in all steps
-    idle: float  # milliseconds for which the GPU then had nothing to do, in all steps
 
 
 @dataclass(eq=False)
@@ -66,7 +53,6 @@ class Timeline:
     trace: Trace
     windows: list[Interval]
     segments: list[Segment]
-    waits: list[Wait]
 
     @cached_property
     def table(self) -> Table:
@@ -116,10 +102,9 @@ def build_timeline(trace: Trace) -> Timeline:
     for layer in layers:
         filled, free = fill(free, layer)
         segments += filled
-    waits = find_waits(trace, loop)
-    idle = gpu_idle(trace, loop, free, waits) if trace.on_gpu else cpu_idle(trace, loop, free)
-    segments = sorted([*segments, *idle], key=lambda segment: segment.start)
-    return Timeline(trace, windows, segments, count_waits(waits, segments, loop))
+    parts = (part for start, end, _ in free for part in loop.cut(start, end))
+    segments += gpu_idle(trace, loop, free) if trace.on_gpu else map(idle, parts)
+    return Timeline(trace, windows, sorted(segments, key=lambda segment: segment.start))
 
 
 def step_windows(trace: Trace) -> list[Interval]:
@@ -175,7 +160,7 @@ def gpu_layers(trace: Trace) -> Iterator[list[Segment]]:
     segments = []
     for kernel in trace.kernels:
         name, operator = classify_kernel(kernel, trace.launched_by(kernel))
-        segments.append(Segment(kernel.start, kernel.end, name, kernel.name, operator, kernel))
+        segments.append(Segment(kernel.start, kernel.end, name, kernel.name, operator))
     yield [p for p in segments if p.name not in (COMMUNICATION, COPIES)]
     yield [p for p in segments if p.name == COMMUNICATION]
     yield [p for p in segments if p.name == COPIES]
@@ -193,7 +178,7 @@ def collectives(trace: Trace) -> list[Segment]:
         found = [k for k in trace.kernels if kernel_class(k.name) == COMMUNICATION]
     else:
         found = [event for event in trace.host_events() if is_gloo(event)]
-    segments = (Segment(e.start, e.end, COMMUNICATION, e.name, kernel=e) for e in found)
+    segments = (Segment(e.start, e.end, COMMUNICATION, e.name) for e in found)
     return sorted(segments, key=lambda segment: segment.start)
 
 
@@ -202,18 +187,6 @@ def is_gloo(event: Event) -> bool:
 
 
 # -- what does not run, and why
-
-
-def cpu_idle(trace: Trace, loop: Loop, free: list[Interval]) -> Iterator[Segment]:
-    """Name idle time by the part of the loop; a gap inside one also by the operator that ended before it."""
-    done = sorted(
-        (e for e in trace.loop_events if e.kind == "op" and e.name.startswith("aten::")), key=lambda e: e.end
-    )
-    for start, end, _ in free:
-        before = bisect_right(done, start, key=lambda e: e.end) - 1
-        for part in loop.cut(start, end):
-            named = before >= 0 and part.name in loop.spans
-            yield idle(part, f", behind {done[before].name}" if named else "")
 
 
 def idle(part: Interval, detail: str = "") -> Segment:
@@ -227,27 +200,24 @@ def placed(part: str) -> str:
     return part if part.startswith(("after ", "at ")) else f"in {part}"
 
 
-def gpu_idle(
-    trace: Trace, loop: Loop, free: list[Interval], waits: list[tuple[Event, str, str]]
-) -> Iterator[Segment]:
+def gpu_idle(trace: Trace, loop: Loop, free: list[Interval]) -> Iterator[Segment]:
     """Yield idle time by its cause: until the next kernel is launched the host is late, as it waited or was
     busy; after that the kernel is late.
     """
-    starts = [kernel.start for kernel in trace.kernels]
+    starts, waits = [kernel.start for kernel in trace.kernels], find_waits(trace)
     for start, end, _ in free:
         following = bisect_left(starts, end - 0.01)
         launch = trace.launched_by(trace.kernels[following]) if following < len(starts) else None
         launched = min(max(launch.end, start), end) if launch else end
         # The wait that ended when the GPU ran out of work, and from which the host launched too late.
-        after = bisect_left(waits, start - AFTER_WAIT, key=lambda wait: wait[0].end)
-        wait = next(
-            (w for w in waits[after : after + 1] if w[0].end <= launched and w[0].start <= start), None
-        )
+        after = bisect_left(waits, start - AFTER_WAIT, key=lambda wait: wait.end)
+        late = [wait for wait in waits[after : after + 1] if wait.end <= launched and wait.start <= start]
         for part in loop.cut(start, launched):
             if part.name in WHOLE_PARTS:
                 yield Segment(*part[:2], WHOLE_PARTS[part.name], part.name)
-            elif wait:
-                yield Segment(*part[:2], IDLE, f"wait of {wait[1]} {wait[2]}", wait[0])
+            elif late:
+                where = placed(next(loop.cut(late[0].start, late[0].end)).name)
+                yield Segment(*part[:2], IDLE, f"wait of {call_name(late[0])} {where}")
             else:
                 yield idle(part, host_work(trace, launch, part) if part.end - part.start >= LONG else "")
         if end > launched:
@@ -259,43 +229,20 @@ def host_work(trace: Trace, launch: Event | None, gap: Interval) -> str:
     thread = launch.thread if launch and launch.thread in trace.threads else trace.main
     half = (gap.end - gap.start) / 2
     inside = [
-        e
-        for e in trace.threads[thread]
-        if e.kind != "span" and min(e.end, gap.end) - max(e.start, gap.start) > half
+        event.name
+        for event in trace.threads[thread]
+        if event.kind != "span" and min(event.end, gap.end) - max(event.start, gap.start) > half
     ]
-    return f", the host in {inside[-1].name}" if inside else ""  # the innermost
+    return f", the host in {inside[-1]}" if inside else ""  # the innermost
 
 
-def find_waits(trace: Trace, loop: Loop) -> list[tuple[Event, str, str]]:
-    """Return waits of the host for the device, with the outermost operator and the part of the loop: on a GPU
-    calls of the runtime, on a CPU values read by Python.
-    """
-    found = []
-    for event in trace.host_events():
-        if trace.on_gpu:
-            is_wait = event.kind == "call" and bool(SYNCHRONISE.match(event.name))
-        else:  # reading a batch takes values out of tensors that never leave the host
-            is_wait = event.name in READS and not is_inside_operator(event)
-            is_wait = is_wait and loop.at(event.start).name not in WHOLE_PARTS
-        if is_wait and trace.steps[0].start <= event.start < trace.steps[-1].end:
-            outer = [e.name for e in event.chain() if event.kind == "call" and e.name.startswith("aten::")]
-            name = f"{event.name} ({outer[-1]})" if outer else event.name
-            found.append((event, name, placed(loop.at(event.start).name)))
-    return sorted(found, key=lambda wait: wait[0].end)
+def find_waits(trace: Trace) -> list[Event]:
+    """Return the calls of the runtime in which the host waits for the GPU, by their end."""
+    calls = [e for e in trace.host_events() if e.kind == "call" and SYNCHRONISE.match(e.name)]
+    return sorted(calls, key=lambda wait: wait.end)
 
 
-def count_waits(waits: list[tuple[Event, str, str]], segments: list[Segment], loop: Loop) -> list[Wait]:
-    """Return avoidable waits by operator and part of the loop, the most harmful first."""
-    idle = dict.fromkeys((event for event, _, _ in waits), 0.0)
-    for segment in segments:
-        if segment.name == IDLE and segment.operator:
-            idle[segment.operator] += (segment.end - segment.start) / 1000
-    rows = [
-        (name, where, 1, (e.end - e.start) / 1000, idle[e])
-        for e, name, where in waits
-        if loop.at(e.start).name not in WHOLE_PARTS
-    ]
-    table: Table = pd.DataFrame(rows, columns=list(Wait._fields))
-    groups = table.groupby(["what", "where"], as_index=False).sum()
-    groups = groups.sort_values(["idle", "waited"], ascending=False)
-    return [Wait(*row) for row in groups.itertuples(index=False)]
+def call_name(call: Event) -> str:
+    """Return the name of a call of the runtime, with the outermost operator that made it."""
+    outer = [event.name for event in call.chain() if event.name.startswith("aten::")]
+    return f"{call.name} ({outer[-1]})" if outer else call.name

@@ -63,25 +63,8 @@ def dims(event: Event) -> list[list[int]]:
 def product(shape: Any) -> int:
     """Return the number of elements of a tensor; of a list of tensors, of all together."""
     if shape and isinstance(shape[0], list):
-        return sum(product(inner) for inner in shape)
+        return sum(map(product, shape))
     return math.prod(shape) if shape else 0
-
-
-def attention(query: list[int], value: list[int], matmuls: int) -> float:
-    """Return 2 x head size FLOPs for each pair of query and key in each of the matmuls, (B, N, T, head)."""
-    tokens, head = query[-2:]
-    return 2.0 * matmuls * math.prod(query[:-2]) * tokens * value[-2] * head
-
-
-def convolution(event: Event) -> float:
-    """Return the FLOPs that torch counts of meta tensors of these shapes, forward or backward."""
-    arguments = [
-        torch.empty(shape, device="meta") if shape else literal_eval(text) if text else None
-        for shape, text in zip(dims(event), event.args.get("Concrete Inputs", []), strict=True)
-    ]
-    with FlopCounterMode(display=False) as counter:
-        getattr(torch.ops.aten, event.name.removeprefix("aten::"))(*arguments)
-    return float(counter.get_total_flops())
 
 
 def flops_of(event: Event) -> float | None:
@@ -90,18 +73,23 @@ def flops_of(event: Event) -> float | None:
     What an operator decomposes into is inside it and not counted again.
     """
     name, shapes = event.name.removeprefix("aten::"), dims(event)
-    if (
-        name in PRODUCTS
-    ):  # of the first two inputs, (..., M, K) and (..., K, N), or the two after what is added
+    if name in PRODUCTS:  # (..., M, K) and (..., K, N)
         left, right = shapes[PRODUCTS[name] : PRODUCTS[name] + 2]
         return 2.0 * math.prod(left) * right[-1]
-    if name in ("convolution", "convolution_backward"):
-        return convolution(event)
+    if name in ("convolution", "convolution_backward"):  # as torch counts meta tensors of these shapes
+        arguments = [
+            torch.empty(shape, device="meta") if shape else literal_eval(text) if text else None
+            for shape, text in zip(shapes, event.args.get("Concrete Inputs", []), strict=True)
+        ]
+        with FlopCounterMode(display=False) as counter:
+            getattr(torch.ops.aten, name)(*arguments)
+        return float(counter.get_total_flops())
     if name.startswith(("_scaled_dot_product", "scaled_dot_product_attention")):
-        if not name.endswith("_backward"):
-            return attention(shapes[0], shapes[2], 2)
-        # Grad, query, key, value; dV = P^T dO, dP = dO V^T, dQ = dP K, dK = dP^T Q.
-        return attention(shapes[1], shapes[3], 4)
+        # (B, N, T, E): 2 E for each pair of query and key in each of two products; backward, where the
+        # output's gradient comes first, in four: dV = P^T dO, dP = dO V^T, dQ = dP K, dK = dP^T Q.
+        backward = name.endswith("_backward")
+        query, value = shapes[backward], shapes[2 + backward]
+        return (8.0 if backward else 4.0) * math.prod(query) * value[-2]
     unknown = any(word in name for word in ("mm", "attention", "attn", "convolution"))
     return None if unknown else 0.0
 
@@ -124,64 +112,50 @@ def work_of(event: Event) -> Work | None:
 
 
 def rates_of(timeline: Timeline) -> Rates:
-    """Return what large products and copies of the device reach by planning/clusters.toml; for a device that
-    is not listed, the best of this trace.
+    """Return what large products and copies of the device reach by planning/clusters.toml.
+
+    For a device that is not listed: the best call of this trace among shapes that take a hundredth of the
+    time at least, bytes of calls without a FLOP.
     """
     if machine := machine_known_as(timeline.trace.device):
         device = load_cluster(machine).device
         return Rates(device.matmul["bf16"], device.bandwidth, f"[{machine}] of planning/clusters.toml")
-    return reached_rates(timeline)
+    known = operator_table(timeline).dropna().query("ms > 0")
+    rates = known[["flops", "bytes"]].div(known["ms"] / 1e3, axis=0)
+    calls, times = rates.groupby(known["call"]).max(), known.groupby("call")["ms"].sum()
+    frequent = calls[times > FREQUENT * times.sum()]
+    moved = frequent["bytes"][frequent["flops"] == 0]
+    return Rates(max(frequent["flops"], default=0.0), max(moved, default=0.0), "its best call in this trace")
 
 
 @cache
 def operator_table(timeline: Timeline) -> Table:
-    """Return a row an operator that computes: class, name, call (with shapes), milliseconds in all steps,
-    FLOPs and bytes (NaN where the trace does not have them). The index has the events.
+    """Return a row an operator that computes: class, call (with shapes), milliseconds in all steps, FLOPs and
+    bytes (NaN where the trace does not have them). The index has the events.
     """
     segments = timeline.table[[bool(e) and e.kind == "op" for e in timeline.table["operator"]]]
-    times = segments.groupby("operator", sort=False).agg({"name": "last", "ms": "sum"})
-    work = [work_of(event) or Work(math.nan, math.nan) for event in times.index]
-    return pd.DataFrame(
-        {
-            "class": times["name"],
-            "name": [event.name for event in times.index],
-            "call": [f"{event.name} {dims(event)}" for event in times.index],
-            "ms": times["ms"],
-            "flops": [flops for flops, _ in work],
-            "bytes": [moved for _, moved in work],
-        }
-    )
-
-
-def reached_rates(timeline: Timeline) -> Rates:
-    """Return the rates of the best call among shapes that take a hundredth of the time at least. Bytes: of
-    calls without a FLOP.
-    """
-    known = operator_table(timeline).dropna().query("ms > 0")
-    rates = known[["flops", "bytes"]].div(known["ms"] / 1e3, axis=0)
-    calls = rates.groupby(known["call"]).max()
-    times = known.groupby("call")["ms"].sum()
-    frequent = calls[times > FREQUENT * times.sum()]
-    moved = frequent["bytes"][frequent["flops"] == 0]
-    return Rates(max(frequent["flops"], default=0.0), max(moved, default=0.0), "its best call in this trace")
+    table = segments.groupby("operator", sort=False).agg({"name": "last", "ms": "sum"})
+    work = [work_of(event) or Work(math.nan, math.nan) for event in table.index]
+    table = table.rename(columns={"name": "class"})
+    table["call"] = [f"{event.name} {dims(event)}" for event in table.index]
+    table[["flops", "bytes"]] = pd.DataFrame(work, index=table.index, columns=["flops", "bytes"], dtype=float)
+    return table
 
 
 def work_by_class(timeline: Timeline, rates: Rates) -> dict[str, ClassWork]:
     """Return the work of the classes that compute; floors at `rates`."""
     known, steps, result = operator_table(timeline).dropna(), len(timeline.windows), {}
     for name in COMPUTE:
-        rows = known[known["class"] == name]
-        total = Work(*(rows[["flops", "bytes"]].sum() / steps))
-        milliseconds, floor = rows["ms"].sum() / steps, None
-        enough = milliseconds >= ENOUGH * timeline.by_class[name] > 0
-        if enough and (rates.flops if total.flops else rates.bytes):
-            # A cache may hold what a multiplication reads: bytes are a floor only where nothing is computed.
-            by_flops, by_bytes = (
+        rows, time = known[known["class"] == name], timeline.by_class[name]
+        total, floor = Work(*(rows[["flops", "bytes"]].sum() / steps)), None
+        milliseconds = rows["ms"].sum() / steps
+        if milliseconds >= ENOUGH * time > 0 and (rates.flops if total.flops else rates.bytes):
+            # A cache may have what a multiplication reads: bytes are a floor only where nothing is computed.
+            computing, moving = (
                 rows[what] / rate if rate else 0.0 * rows[what]
                 for what, rate in (("flops", rates.flops), ("bytes", rates.bytes))
             )
-            least = by_flops.where(by_flops > 0, by_bytes).sum()
-            # Rare calls may be faster than the best frequent one.
-            floor = min(least * 1e3 / steps, timeline.by_class[name])
-        result[name] = ClassWork(total, timeline.by_class[name], milliseconds, floor)
+            least = computing.where(rows["flops"] > 0, moving).sum() * 1e3 / steps
+            floor = min(least, time)  # rare calls may be faster than the best frequent one
+        result[name] = ClassWork(total, time, milliseconds, floor)
     return result

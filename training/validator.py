@@ -82,8 +82,8 @@ class Validator:
         mean_field = torch.from_numpy(samples.statistics.mean_field).to(area.device)  # (V, H, W)
         fitted = samples.dataset_by_lead("train", leads, limit=FIT_SAMPLES)
         with return_memory(area.device):
-            kept = self.folder / "damping.json", samples.statistics.fingerprint
-            self.baselines = fit_baselines(fitted, mean_field, area, leads, batch_size, *kept)
+            cache = self.folder / "damping.json", samples.statistics.fingerprint
+            self.baselines = fit_baselines(fitted, mean_field, area, leads, batch_size, *cache)
 
     def seconds_due(self, step: int) -> float:
         """Return the time of validations that are due after `step` and the next one, by the last of them."""

@@ -25,6 +25,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 import xarray as xr
+from torch import Tensor
 
 from datasets.archive import Archive
 from datasets.grid import Grid, coarser
@@ -32,6 +33,7 @@ from errors import DataError
 from verification.climatology import Climatology
 from verification.details import Details
 from verification.matching import ForecastFields, Matcher, Pair
+from verification.saved_tallies import SavedTallies
 from verification.score_tables import by_variable
 from verification.scores import (
     DERIVED,
@@ -76,6 +78,11 @@ class Tally:
         stored = [name for name in self.statistics if name not in DERIVED]
         size = (len(stored) + 2, *shape, len(self.variables), len(means.weight))
         self.table = torch.zeros(size, dtype=torch.float64, device=means.rows.device)
+
+    @property
+    def sums(self) -> dict[str, Tensor]:
+        """Return the sums over dates of what has details."""
+        return self.details.sums if self.details else {}
 
     def add(self, pair: Pair, part: slice) -> None:
         """Count some variables of a pair. Called from threads."""
@@ -147,6 +154,7 @@ def evaluate_together(
     boundary_width: int = 0,
     device: torch.device | str = "cpu",
     progress: Callable[[int], object] = lambda dates: None,
+    saved: SavedTallies | None = None,
 ) -> dict[str, Evaluation]:
     """Score forecasts against analyses on `grid`, or the coarsest of their grids, on the cells, dates and
     leads that all of them have; what is not given is all that the first has.
@@ -154,9 +162,9 @@ def evaluate_together(
     A forecast may lack variables, and leads of `lead_hours`: it has no scores there. variables: names with
     levels; dates: initial dates (datetime64). detailed_hours: leads that get maps and spectra.
     boundary_width: cells from each side that are not scored. progress is called with the number of dates just
-    finished. Each rank scores a part of the dates, and all ranks return the same result, that of one rank
-    bit-exact (maps and spectra: to rounding). Raises ConfigError for an unknown region, DataError if no date
-    has a truth.
+    finished. saved: where what is counted is written now and then, to continue after a kill. Each rank scores
+    a part of the dates, and all ranks return the same result, that of one rank bit-exact (maps and spectra:
+    to rounding). Raises ConfigError for an unknown region, DataError if no date has a truth.
     """
     first, hour = next(iter(forecasts.values())), np.timedelta64(3600, "s")
     names = list(first.variables if variables is None else variables)
@@ -174,7 +182,7 @@ def evaluate_together(
         details = Details(detailed, *about) if detailed else None
         shape = (len(times), len(leads))
         tallies[name] = Tally(forecast, own, shape, climatology is not None, means, details)
-    score_pairs(matcher, tallies, progress)
+    score_pairs(matcher, tallies, progress, saved)
     if not any(tally.table[-1].any() for tally in tallies.values()):
         when = times[0] + leads[0] if len(times) and len(leads) else "any date"
         raise DataError(f"the truth has no analysis for any date and lead of the forecast, such as {when}")
@@ -183,7 +191,12 @@ def evaluate_together(
     }
 
 
-def score_pairs(matcher: Matcher, tallies: Mapping[str, Tally], progress: Callable[[int], object]) -> None:
+def score_pairs(
+    matcher: Matcher,
+    tallies: Mapping[str, Tally],
+    progress: Callable[[int], object],
+    saved: SavedTallies | None,
+) -> None:
     """Fill the tables of all dates.
 
     Each date is filled by one rank, so that the sum over ranks adds zeros: bit-exact on any number. On a CPU
@@ -191,10 +204,13 @@ def score_pairs(matcher: Matcher, tallies: Mapping[str, Tally], progress: Callab
     a date, and where the machine has other work that took ten times as long.
     """
     rank, ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+    done = saved.load(tallies.values()) if saved else set()
+    progress(len(done))
+    blocks = [block for block in matcher.blocks() if done.isdisjoint(block)]
     num_threads = torch.get_num_threads()
     width = num_threads if matcher.device.type == "cpu" else 1
     with ThreadPoolExecutor(width, initializer=torch.set_num_threads, initargs=(1,)) as threads:
-        for pairs, finished in matcher.pairs(matcher.blocks()[rank::ranks]):
+        for pairs, finished in matcher.pairs(blocks[rank::ranks]):
             some = max(
                 1, sum(len(pair.rows) for pair in pairs) // (2 * width)
             )  # variables that a thread takes
@@ -203,6 +219,8 @@ def score_pairs(matcher: Matcher, tallies: Mapping[str, Tally], progress: Callab
             for pair in pairs:
                 if details := tallies[pair.name].details:
                     details.add(pair)
+            if saved:
+                saved.add(finished, tallies.values())
             progress(ranks * len(finished))
     torch.set_num_threads(num_threads)  # for threads that start later
     if ranks > 1:

@@ -29,7 +29,7 @@ from verification.stores import COMPUTED, DIVERGED, NOT_COMPUTED
 BLOCK_BYTES = (
     2**27
 )  # of a forecast, or of the truth, read at once; more only if one array of a date is larger
-KEPT_BYTES = 2**30  # of truth and of climatology kept for later dates
+KEPT_BYTES = 2**30  # of truth and of climatology, kept for later dates
 MOST_DATES = 16  # read at once
 Regrid = Callable[[np.ndarray, Sequence[str]], Tensor]
 
@@ -147,20 +147,20 @@ class Matcher:
         self.units = {name: truth.units(name) for name in variables}
         self.regrid = {name: self._regridder(s.fields, s.variables) for name, s in self.sources.items()}
         most = max(map(len, self.groups))
-        kept = max(1, min(self._valid_dates(truth.times), KEPT_BYTES // field_bytes(grid, most)))
-        self.find_truth = self._truth_finder(truth, kept)
-        self.find_climatology = climatology and self._climatology_finder(climatology, kept)
+        num_cached = max(1, min(self._valid_dates(truth.times), KEPT_BYTES // field_bytes(grid, most)))
+        self.find_truth = self._truth_finder(truth, num_cached)
+        self.find_climatology = climatology and self._climatology_finder(climatology, num_cached)
 
-    def _truth_finder(self, truth: Archive, kept: int) -> Callable[[np.datetime64, int], Tensor | None]:
+    def _truth_finder(self, truth: Archive, num_cached: int) -> Callable[[np.datetime64, int], Tensor | None]:
         """Return the function from a date and the number of a group to the analysis (V, H, W), None without
-        one. kept: how many are kept for later dates.
+        one. num_cached: how many are kept for later dates.
         """
         names = [name for group in self.groups for name in group]
         limit = BLOCK_BYTES // field_bytes(truth.grid, max(map(len, self.groups)))
         size, times = max(1, min(truth.time_chunk(names), limit)), truth.times
         regrid = self._regridder(truth, names)
 
-        @lru_cache(len(self.groups) * max(1, kept // size))
+        @lru_cache(len(self.groups) * max(1, num_cached // size))
         def read(chunk: int, group: int) -> Tensor:
             start, stop, names = chunk * size, min((chunk + 1) * size, len(times)), self.groups[group]
             fields = truth.read_block(start, stop, names)
@@ -176,7 +176,7 @@ class Matcher:
         return find
 
     def _climatology_finder(
-        self, climatology: Climatology, kept: int
+        self, climatology: Climatology, num_cached: int
     ) -> Callable[[np.datetime64, int], Tensor]:
         """Return the function from a date and the number of a group to the climatology (V, H, W), NaN for
         what it lacks.
@@ -184,7 +184,7 @@ class Matcher:
         known = [name for group in self.groups for name in group if name in climatology.variables]
         regrid = self._regridder(climatology, known)
 
-        @lru_cache(len(self.groups) * kept)
+        @lru_cache(len(self.groups) * num_cached)
         def find(time: np.datetime64, group: int) -> Tensor:
             names = self.groups[group]
             found = torch.full((len(names), *self.grid.shape), torch.nan, device=self.device)

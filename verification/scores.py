@@ -236,7 +236,16 @@ def final_scores(means: Mapping[str, Tensor], num_members: int) -> dict[str, Ten
         scores["acc_ratio_of_means"] = means["anomaly_covariance"] / (ours * theirs).sqrt()
         scores |= {"forecast_activity": ours.sqrt(), "truth_activity": theirs.sqrt()}
     if "crps" in means:
-        spread, unbiased = means["variance"].sqrt(), means["mse"] - means["variance"] / num_members
-        scores |= {"crps": means["crps"], "spread": spread, "spread_skill_ratio": spread / scores["rmse"]}
-        scores["unbiased_spread_skill_ratio"] = (means["variance"] / unbiased).sqrt()
+        scores |= ensemble_scores(means, num_members)
     return scores
+
+
+def ensemble_scores(means: Mapping[str, Tensor], num_members: int) -> dict[str, Tensor]:
+    """Return the scores of the members by name, from the time means of statistics.
+
+    The unbiased ratio of spread and skill is 1 where the truth might be a member, whatever their number
+    (WeatherBench-X), and less where they are too sure.
+    """
+    spread, unbiased = means["variance"].sqrt(), means["mse"] - means["variance"] / num_members
+    scores = {"crps": means["crps"], "spread": spread, "spread_skill_ratio": spread / means["mse"].sqrt()}
+    return scores | {"unbiased_spread_skill_ratio": (means["variance"] / unbiased).sqrt()}

@@ -20,7 +20,7 @@ from datasets.loader import EvaluationSampler, build_loader, unwrap_errors
 from verification.report import table
 from verification.rollout import Forecast
 from verification.score_tables import by_variable, describe_dates
-from verification.scores import RegionMeans, date_statistics, statistic_names
+from verification.scores import RegionMeans, date_statistics, ensemble_scores, statistic_names
 
 Loss = Callable[[Tensor, Tensor], Tensor]
 # An initial date, and variable -> (truth, forecast), each (H, W).
@@ -169,8 +169,8 @@ class Validation:
         ensemble = {}
         if self.members > 1:
             of_model = dict(zip(self._statistics("model"), means["model"], strict=True))
-            ensemble["crps"] = of_model["crps"]
-            ensemble["spread_skill"] = spread_skill(of_model["variance"], rmse["model"], self.members)
+            scores = ensemble_scores(of_model, self.members)
+            ensemble = {"crps": scores["crps"], "spread_skill": scores["unbiased_spread_skill_ratio"]}
         counts = (present > 0).any(-1).sum(dim=0)  # (L,)
         return Scores(
             self.variables,
@@ -181,12 +181,3 @@ class Validation:
             (losses.sum() / counts[0]).item(),
             ensemble,
         )
-
-
-def spread_skill(variance: Tensor, rmse: Tensor, num_members: int) -> Tensor:
-    """Return spread over skill: 1 where the truth might be a member, less where they are too sure.
-
-    variance: the mean over dates and cells of the members' unbiased variance; rmse: of their mean. That of M
-    members errs by sqrt((M + 1) / M) more than that of infinitely many (Fortin et al. 2014).
-    """
-    return ((num_members + 1) / num_members * variance).sqrt() / rmse

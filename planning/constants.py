@@ -1,0 +1,63 @@
+"""Constants of the planner that no machine of clusters.toml has, each with its source.
+
+A unit is the tokens of a micro-batch that a rank has between blocks x width x bytes of a value.
+"""
+
+FLOAT32 = 4  # bytes
+GIB = 2**30
+
+# -- kernels
+# clusters.toml has the rate of the best of many shapes. Of ordinary large ones an A100 reaches 257 of 271
+# TFLOP/s (8,192 cubed, normally distributed: thonking.ai/p/strangely-matrix-multiplications), an H100 716 of
+# 794 (4,096 cubed: github.com/pranjalssh/fast.cu), a B200 1532 of 1745 (4,096 cubed: pyptx.dev/performance):
+# without the writing of their outputs 0.97, 0.96, 0.93.
+ORDINARY = 0.95
+# Bytes a score that "math" attention moves between its products, forward and backward (models/attention.py):
+# the scores divided (two numbers), their softmax (two; backward three) and its way from and to half
+# precision, since autocast takes the softmax in float32.
+SCORE_BYTES = {False: (16, 20), True: (24, 28)}  # keyed by half precision
+# float8: a product's input is read for its maximum and again to be cast (2 + 2 + 1 bytes of 2), its gradient
+# too; each is then transposed for the gradient of weights (1 + 1). Kernels that the compiler makes of
+# torchao's casts reach 0.62 of the bandwidth: vit1b's, profiled by benchmarks/gpu.sh on an H100.
+FLOAT8_CAST, FLOAT8_TRANSPOSE, FLOAT8_BANDWIDTH = 2.5, 1.0, 0.62
+# Units that a block reads and writes, by (compiled, backward), without its MLP's activation: two norms, two
+# sums of the residual stream, fused where compiled; backward also the gradients of q, k and v put together.
+PASSES = {
+    (False, False): {"layer_norm": 4.0, "add": 6.0},
+    (False, True): {"layer_norm_backward": 6.0, "add": 6.0, "copy": 12.0},
+    (True, False): {"layer_norm": 8.0},
+    (True, True): {"layer_norm_backward": 8.0},
+}
+ACTIVATION_PASSES = {False: ("gelu", 2), True: ("gelu_backward", 3)}  # of the MLP's hidden values
+# Autocast on a GPU takes uncompiled norms in float32: units that two of them read and write more, forward and
+# backward: 16 and 18 bytes a value of 2 (cast there and back, and twice as wide between).
+NORM_CASTS = (16, 18)
+# Reads and writes of the predicted float32 fields of a sample, as training/objective.py makes them, operator
+# by operator: normalising two dates 15, the change 5, weights 8, inputs 2, patches of three 6, loss 9 and its
+# gradient 10. Compiled: three are read (the truth twice, once for its mask) and three written; loss 2.5, its
+# gradient 3. The second figure is of an older state of a window; CRPS (PAIR_PASSES) is not compiled: for each
+# other member difference, size and sum, twice.
+FIELD_PASSES = {False: (55, 11.5), True: (11.5, 2)}
+PAIR_PASSES = 14
+
+# -- the update
+# Bytes a parameter: AdamW reads parameter, gradient and two moments and writes three of them. LAMB's
+# direction takes as much, its weight decay 12, norms 8, the step 12. SGD's step takes 20, weight decay 12.
+# LARS has norms (8) and scaling (8), too. Muon goes through its matrices seven times. The norm of gradients
+# takes 4 and clipping 8; averaged weights 12.
+UPDATE_BYTES = {"AdamW": 28, "LAMB": 60, "SGD": 32, "LARS": 48, "Muon": 28}
+MUON_BYTES, CLIP_BYTES, AVERAGE_BYTES = 70, 12, 12
+ITERATIONS = 5  # of Newton and Schulz: training/optimizers/muon.py
+
+# -- ranks
+# "5 % and higher differences" between accelerators of a node (github.com/stas00/ml-engineering, "Not all
+# accelerators are created equal"): the slowest of 8, for which all wait, over the fastest.
+SPREAD, NODE = 0.05, 8
+# Collectives take 24 of an H100's 132 multiprocessors (a profile of FSDP's all-gather in
+# forums.developer.nvidia.com/t/337991): what computes meanwhile takes longer on the rest. NCCL opens as many
+# channels as its links can use: slower ones take fewer.
+NCCL_SLOWDOWN = 24 / (132 - 24)
+# Seconds that Python takes for a block forward and backward, uncompiled, with DTensor's dispatch: ranks of
+# vit1b on the host of an H100, collectives answered at once (results/gpu.jsonl, "ranks").
+DISPATCH = {"tensor": 0.020, "ulysses": 0.013, "ring": 0.011, "all_gather": 0.011}
+BUCKET = 25 * 2**20  # bytes of gradients that DDP reduces at once

@@ -1,0 +1,118 @@
+"""Runs that plans are judged and scaled by: published ones, and one of the user's own (plan.py --anchor).
+
+planning/error_bands.toml has the errors of plans of known runs by kind, as benchmarks/planner_published.py
+writes them; planning/report.py prints them next to every predicted time. A kind that is not there has too few
+runs.
+"""
+
+import json
+import statistics
+import tomllib
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+from errors import ConfigError
+from planning.hardware import Cluster
+from planning.workload import Workload
+
+BANDS = Path(__file__).with_name("error_bands.toml")
+KINDS = ("data parallel", "tensor parallel", "context parallel", "pipeline")
+CALIBRATED = "calibrated machines"  # that plan.py --calibrate has measured
+ANCHORED = "anchored, "  # before a kind of layout: planned with a measured run of the same kind and machine
+
+
+def layout_kind(work: Workload) -> str:
+    """Return the kind of a layout, by the technique that is planned least well."""
+    degrees = work.degrees
+    axes = {"pipeline": degrees.pp, "context parallel": degrees.cp, "tensor parallel": degrees.tp}
+    return next((kind for kind, ranks in axes.items() if ranks > 1), "data parallel")
+
+
+@dataclass(frozen=True)
+class Anchor:
+    """Seconds of a step as measured and as planned, of a layout of one kind."""
+
+    name: str
+    kind: str
+    measured: float
+    planned: float
+
+    def factor(self, work: Workload) -> float:
+        """Return the factor of planned seconds: 1 for layouts of another kind."""
+        return self.measured / self.planned if layout_kind(work) == self.kind else 1.0
+
+    def line(self) -> str:
+        others = ", ".join(kind for kind in KINDS if kind != self.kind)
+        ratio = self.measured / self.planned
+        return (
+            f"anchor {self.name}: {self.measured:,.3f} s a step measured, {self.planned:,.3f} planned; times "
+            f"of {self.kind} layouts are multiplied by {ratio:.3f}; no information on {others}"
+        )
+
+
+def run_record(folder: Path) -> tuple[int, float]:
+    """Return the ranks of a run and its median seconds a step, from status.json and metrics.jsonl.
+
+    The first half of the logged steps is left out: they warm up. Raises ConfigError.
+    """
+    try:
+        ranks = json.loads((folder / "status.json").read_text(encoding="utf-8"))["ranks"]
+        lines = (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+        records = [json.loads(line) for line in lines if line.endswith("}")]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        reason = f"not the folder of a run with status.json and metrics.jsonl ({error!r})"
+        raise ConfigError(f"--anchor {folder}: {reason}") from None
+    seconds = [record["step_seconds"] for record in records if record.get("step_seconds")]
+    if not seconds:
+        raise ConfigError(f"--anchor {folder}: its metrics.jsonl has no step_seconds; train more steps")
+    return ranks, statistics.median(seconds[len(seconds) // 2 :])
+
+
+@dataclass(frozen=True)
+class Band:
+    """Seconds of a step as it was, over those planned: ends of four fifths of runs, and the median."""
+
+    runs: int
+    fastest: float
+    median: float
+    slowest: float
+
+    def around(self, seconds: float) -> tuple[float, float]:
+        """Ends of the seconds that a step planned to take `seconds` may take."""
+        return seconds * self.fastest, seconds * self.slowest
+
+    def overlaps(self, first: float, second: float) -> bool:
+        """Return True if steps that are planned to take so many seconds may take as long as each other."""
+        return max(first, second) * self.fastest <= min(first, second) * self.slowest
+
+
+def kind_of(work: Workload, cluster: Cluster) -> str:
+    """Return the kind of runs that a plan is judged by: anchored, calibrated, or PyTorch's of its layout."""
+    kind = layout_kind(work)
+    if cluster.anchor and cluster.anchor.kind == kind:
+        return ANCHORED + kind
+    return CALIBRATED if cluster.measured else kind
+
+
+@cache
+def error_bands() -> dict[str, Band]:
+    return {kind: Band(**keys) for kind, keys in tomllib.loads(BANDS.read_text(encoding="utf-8")).items()}
+
+
+def band_of(work: Workload, cluster: Cluster) -> Band | None:
+    """None for a CPU that is not calibrated, and for kinds of which too few runs are known."""
+    uncalibrated = cluster.shared and not cluster.measured
+    return None if uncalibrated else error_bands().get(kind_of(work, cluster))
+
+
+def band_line(work: Workload, cluster: Cluster) -> str:
+    """Return the band in words."""
+    band, kind = band_of(work, cluster), kind_of(work, cluster)
+    if not band:
+        fix = "" if cluster.anchor else "; measure with --calibrate, or use --anchor"
+        return f"no run of this kind is known ({kind}){fix}"
+    return (
+        f"band: four of five known runs ({band.runs}, {kind}) took {band.fastest:.2f} to {band.slowest:.2f} "
+        f"times what was planned, median {band.median:.2f}"
+    )
