@@ -42,7 +42,7 @@ import logging
 import os
 import shutil
 from argparse import Namespace
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial, reduce
 from pathlib import Path
@@ -141,17 +141,19 @@ def build_baselines(
     times: np.ndarray,
     leads: np.ndarray,
     selection: Selection,
+    variables: Sequence[str],
     climatology: Climatology | None,
     config: Config,
 ) -> dict[str, ForecastFields]:
     """Return baselines from initial dates (n,) and at those leads (L,) that are whole steps and have a truth,
-    without which fitting would read years of analyses; climatology if one has all valid times.
+    without which fitting would read years of analyses; climatology if one has all valid times and some of
+    the `variables` that are scored.
     """
     archive, step, now = selection.archive, selection.step, np.timedelta64(0, "s")
     leads = leads[(leads > now) & (leads % step == now)]
     valid_times = times[:, None] + leads  # (n, L)
-    there = np.isin(valid_times, archive.times)
-    leads = leads[there.any(axis=0)]
+    there = np.isin(valid_times, archive.times).any(axis=0)
+    leads, valid_times = leads[there], valid_times[:, there]
     build = partial(AnalysesForecast, archive, selection.variables, times, leads, step)
     baselines: dict[str, ForecastFields] = {}
     if "persistence" in names:
@@ -162,7 +164,9 @@ def build_baselines(
         baselines["damped persistence"] = build(forecast, caveat)
     if "climatology" in names and climatology:
         lacking = [time for time in np.unique(valid_times) if not climatology.has(time)]
-        if lacking:
+        if not {*variables} & {*climatology.variables}:
+            logger.info("climatology is no baseline: %s has none of the variables", climatology.path)
+        elif lacking:
             has, number = climatology.describe(), f"{len(lacking)} valid times, the first {lacking[0]}"
             logger.info("climatology is no baseline: %s has %s, not %s", climatology.path, has, number)
         else:
@@ -305,8 +309,9 @@ def run(config: Config, options: Namespace) -> int:
     truth = selection.archive
     if options.truth:
         truth = open_archive(options.truth, picks, access, config.data.region)
-    first = next(iter(forecasts.values()))
-    variables = common_variables(first, truth, selection.variables)
+    variables = common_variables(forecasts, truth, selection.variables)
+    if options.truth:
+        truth.check(variables)
     period, hour = () if config.forecast.period else config.data.test_period, np.timedelta64(1, "h")
     times, leads = common_axes(forecasts, period)
     for gate in options.gates:
@@ -319,7 +324,7 @@ def run(config: Config, options: Namespace) -> int:
 
     device = start_ranks(PATIENCE)
     climatology = find_climatology(options, folder, selection, access)
-    baselines = build_baselines(options.baselines, times, leads, selection, climatology, config)
+    baselines = build_baselines(options.baselines, times, leads, selection, variables, climatology, config)
     compared: dict[str, ForecastFields] = {**forecasts, **baselines}
     against = scorecard_reference(options.against, list(compared), len(options.forecast))
     scored = leads[[bool(np.isin(times + lead, truth.times).any()) for lead in leads]]
@@ -335,6 +340,7 @@ def run(config: Config, options: Namespace) -> int:
             variables=variables,
             lead_hours=(leads // hour).tolist(),
             dates=times,
+            grid=grid,
             regions=regions,
             detailed_hours=(shown_leads(scored) // hour).tolist(),
             boundary_width=width,

@@ -1,6 +1,8 @@
 """Attack the program from outside, as a stranger would, and count how it answers.
 
     .venv/bin/python benchmarks/attack.py [--kind data] [--named TEXT] [--cases 60] [--seed 0] [--jobs 2]
+    .venv/bin/python benchmarks/attack.py scores --seeds 100 [--first 0] [--seed S]     evaluate.py: oracle.py
+    .venv/bin/python benchmarks/attack.py sources --seeds 100 [--first 0] [--seed S]    datasets/: oracle.py
 
 Bad input has to end in one line and exit code 2, and what can be understood in the right values; no byte of
 a run's folder may change where nothing was to be written. "other" is an answer of several lines, or with
@@ -27,6 +29,7 @@ import sys
 import tempfile
 import time
 import tomllib
+from argparse import Namespace
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -44,6 +47,7 @@ import tomli_w
 import xarray as xr
 from numcodecs import LZ4, Blosc, Zlib, Zstd
 
+from benchmarks import oracle
 from benchmarks.results_file import ROOT, parse, record
 from checkpoints.files import crc32_of, read_manifest, write_manifest
 from command_line import answer_early
@@ -659,12 +663,23 @@ KINDS = {each.__name__: each for each in (keys, combinations, data, files)}
 
 
 def main() -> int:
-    options, began = parse(__doc__, kind="", named="", cases=0, seed=0, jobs=2), time.monotonic()
+    commands: dict[str, Any] = {
+        "commands": attack_commands,
+        "scores": oracle.scores,
+        "sources": oracle.sources,
+    }
+    of_cases = {"kind": "", "named": "", "cases": 0, "seed": -1, "jobs": 2}
+    options = parse(__doc__, commands, **of_cases, seeds=100, first=0)
+    return commands[options.command](options)
+
+
+def attack_commands(options: Namespace) -> int:
+    began = time.monotonic()
     os.environ |= environment({})  # before the server of forks starts, which takes them over
     signal.signal(signal.SIGINT, signal.default_int_handler)  # what starts this may have it ignored
     multiprocessing.set_forkserver_preload([*VERBS.values(), "benchmarks.attack"])
     with tempfile.TemporaryDirectory(prefix="rossby-attack-", ignore_cleanup_errors=True) as text:
-        stage, rng = build(Path(text)), random.Random(options.seed)
+        stage, rng = build(Path(text)), random.Random(max(options.seed, 0))
         kinds = [options.kind] if options.kind else KINDS
         made = itertools.chain(*(KINDS[kind](stage, rng) for kind in kinds))
         cases = [case for case in made if options.named in case.name]
@@ -677,7 +692,7 @@ def main() -> int:
             shown = " ".join(repr(word)[1:-1][:120] for word in (*case.environment, *case.words))
             tail = (ended.stdout + ended.stderr)[-TAIL:].strip().splitlines()
             print("\n  | ".join([f"WRONG, {wrong[-1]}\n  {shown}", *tail]))
-    row = {"cases": len(results), "seed": options.seed, "counts": counts, "wrong": wrong}
+    row = {"cases": len(results), "seed": max(options.seed, 0), "counts": counts, "wrong": wrong}
     record("attack", [row | {"seconds": time.monotonic() - began, "kind": options.kind or "all"}])
     frame = pd.DataFrame([(case.kind, answer[0]) for case, answer, _ in results], columns=["kind", "verdict"])
     counted = pd.crosstab(frame.kind, frame.verdict, margins=True)

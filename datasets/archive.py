@@ -4,6 +4,7 @@ One array may have all levels, or each variable or year may have a file.
 """
 
 import hashlib
+import logging
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -18,9 +19,10 @@ from datasets.layouts import open_fields
 from datasets.options import Region
 from datasets.remote import NO_OPTIONS, Access
 from datasets.store_reader import Task, find_reader
-from datasets.variables import full_name, nearest_name, plain_units, units
+from datasets.variables import full_name, nearest_name, plain_units, split_name, units
 from errors import DataError
 
+logger = logging.getLogger(__name__)
 COMPARED_DATES = 8  # of those that several files have, and as many of the newest
 # Where a variable is: the number of its time axis, the field, and the position on the field's level axis.
 Location = tuple[int, Field, int]
@@ -86,9 +88,13 @@ class Archive:
         return np.all([self._locate(axes)[0] >= 0 for axes in set(map(self._axes_of, variables))], axis=0)
 
     def check(self, variables: Sequence[str], every_date: bool = False) -> None:
-        """Raise DataError if files differ in a variable's units, or in its values at some or `every_date`."""
+        """Raise DataError if files differ in a variable's units, or in its values at some or `every_date`;
+        log a variable that cannot be read from all of the arrays with its name.
+        """
         for name in variables:
             fields = self._fields(name)
+            if why := self.unreadable.get(split_name(name)[0]):
+                logger.warning("%s: an array of %s is left out: %s", self.path, name, why)
             other = next((f for f in fields if plain_units(f.units) != plain_units(fields[0].units)), None)
             if other:
                 places = " and ".join(f"{f.units!r} in {f.path}" for f in (fields[0], other))

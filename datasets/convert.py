@@ -157,19 +157,21 @@ def choose_packing(mean: float, deviation: float) -> Decoding:
     return Decoding(scale=scale, offset=round(mean / scale) * scale)
 
 
-def check_packing(field: np.ndarray, packing: Decoding, place: str) -> None:
-    """Raise DataError naming the place if the error of a field (H, W) in float16 is too large.
+def allowed_error(values: np.ndarray, packing: Decoding) -> np.ndarray:
+    """Return 2^-11 |value - add_offset| + 2^-25 scale_factor + 2^-23 |value|: the most in float16."""
+    rounding = 2.0**-23 * np.abs(values)  # of the decoded float32
+    return 2.0**-11 * np.abs(values - packing.offset) + 2.0**-25 * packing.scale + rounding
 
-    It may be 2^-11 |value - add_offset| + 2^-25 scale_factor + 2^-23 |value|.
-    """
+
+def check_packing(field: np.ndarray, packing: Decoding, place: str) -> None:
+    """Raise DataError naming the place if the error of a field (H, W) in float16 is too large."""
     exact = field[np.isfinite(field)].astype(np.float64)
     with np.errstate(over="ignore"):
         stored = ((exact - packing.offset) / packing.scale).astype(np.float16)  # as xarray packs
     error = np.abs(packing.decode(stored).astype(np.float32) - exact)
-    rounding = 2.0**-23 * np.abs(exact)  # of the decoded float32
-    allowed = 2.0**-11 * np.abs(exact - packing.offset) + 2.0**-25 * packing.scale + rounding
     rms = np.sqrt(np.square(error).sum() / max(1, error.size))
-    if (error > allowed).any() or rms > LARGEST_RMS * packing.scale + rounding.max(initial=0):
+    rounding = 2.0**-23 * np.abs(exact).max(initial=0)
+    if (error > allowed_error(exact, packing)).any() or rms > LARGEST_RMS * packing.scale + rounding:
         reason = f"its error in float16 of scale {packing.scale:g} is {error.max():g} (RMS {rms:g})"
         raise DataError(f"{place}: {reason}, which is too large; convert with --dtype float32")
 
@@ -263,6 +265,15 @@ class Conversion:
             return self.run()
         print(f"{self.target}: complete, {len(before) + len(new)} dates of {len(self.names)} variables")
 
+    def packings(self, names: Sequence[str]) -> dict[str, Decoding]:
+        """Return the scales and offsets of variables in the store, none where it is of float32."""
+        group, packed = self.group, self.options.dtype == "float16"
+        attributes = {name: group[array_name(name)].attrs for name in names if packed}
+        return {
+            name: Decoding(scale=own["scale_factor"], offset=own["add_offset"])
+            for name, own in attributes.items()
+        }
+
     def begun_dates(self) -> np.ndarray | None:
         """Return the dates that a killed attempt was writing, None if there was none."""
         path = self.target / DONE / DATES
@@ -288,14 +299,14 @@ class Conversion:
         """Raise ConfigError if the source has other values than the store at the newest of the dates `before`
         (ERA5 replaces its preliminary days) or at some older ones.
         """
-        stored = open_archive(str(self.target))
+        stored, packings = open_archive(str(self.target)), self.packings(self.names)
         for date in np.union1d(evenly_spaced(before, COMPARED_DATES), before[-COMPARED_DATES:]):
             index, own = (int(np.searchsorted(each.times, date)) for each in (self.archive, stored))
             theirs, ours = self.fit(self.archive.read(index, self.names)), stored.read(own, self.names)
             for name, new, old in zip(self.names, theirs, ours, strict=True):
-                finite, room = old[np.isfinite(old)], 0.0
-                if self.options.dtype == "float16" and finite.size:  # 11 bits of what varies, and an offset
-                    room = 2.0**-10 * np.ptp(finite) + 2.0**-22 * np.abs(finite).max()
+                room: Any = 0.0
+                if name in packings:
+                    room = 2 * allowed_error(old.astype(np.float64), packings[name])
                 if not np.allclose(new, old, rtol=0, atol=room, equal_nan=True):
                     reason = f"its {name} at {date} is not that of {str(self.target)!r}"
                     refuse("SOURCE", self.options.source, f"{reason}; convert to another TARGET")
@@ -374,17 +385,15 @@ class Conversion:
     def write_part(self, part: Part) -> None:
         """Read, check and write a part. Raises DataError."""
         start, stop, names = part
-        group, dataset = self.group, xr.Dataset()
-        times = group["time"][start:stop].astype("datetime64[s]")
+        dataset, packings = xr.Dataset(), self.packings(names)
+        times = self.group["time"][start:stop].astype("datetime64[s]")
         runs = consecutive(np.searchsorted(self.archive.times, times))
         fields = [self.fit(self.archive.read_block(run[0], run[-1] + 1, names)) for run in runs]
         values = np.concatenate(fields) if len(fields) > 1 else fields[0]
         for v, name in enumerate(names):
-            attributes = group[array_name(name)].attrs
             for time, field in zip(times, values[:, v], strict=True):
-                if self.options.dtype == "float16":
-                    packing = Decoding(scale=attributes["scale_factor"], offset=attributes["add_offset"])
-                    check_packing(field, packing, f"{name} at {time}")
+                if name in packings:
+                    check_packing(field, packings[name], f"{name} at {time}")
             dataset[array_name(name)] = AXES, values[:, v]
         dataset.to_zarr(self.target, region={"time": slice(start, stop)}, zarr_format=3, consolidated=False)
         write_durably(self.mark_of(part), "")

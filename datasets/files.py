@@ -237,19 +237,32 @@ def decode_times(variable: xr.Variable, reference: str = "") -> np.ndarray:
     is_missing = np.any(
         [stored == fill for each in fills for fill in each if each.dtype.kind in "iuf"], axis=0
     )
-    coder = xr.coders.CFDatetimeCoder(use_cftime=False, time_unit="ns")
+    numbers = unpacked(variable)
+    if is_missing.any():  # 9.97e36 days since then are no date
+        numbers = np.where(is_missing, np.append(numbers[~is_missing], 0)[0], numbers)
     try:
-        encoded = xr.Variable(variable.dims, unpacked(variable), attrs)
-        times = decode_cf_variable("time", encoded, decode_times=coder).values
-        if times.dtype.kind != "M":
-            raise ValueError("they are no dates")
+        times = _decode_numbers(numbers, attrs)
+        if stored.dtype == np.float32:  # days since 1850 are off by minutes: what may be a whole hour is one
+            after = _decode_numbers(np.nextafter(numbers.astype(np.float32), np.float32(np.inf)), attrs)
+            hours = (times + np.timedelta64(30, "m")).astype("datetime64[h]").astype(times.dtype)
+            times = np.where(np.abs(hours - times) < after - times, hours, times)
     except Exception:  # pandas and xarray raise their own
         reason = f"units {units!r} and calendar {attrs['calendar']!r}, which are not dates of analyses"
         fix = 'write numbers in units such as "hours since 1900-01-01", in the standard calendar'
         raise DataError(f"its time has {reason}; {fix}") from None
     half = np.timedelta64(500_000_000, "ns")  # hours stored as float32 are off by seconds
-    times = (times.astype("datetime64[ns]") + half).astype("datetime64[s]")
+    times = (times + half).astype("datetime64[s]")
     return np.where(is_missing, np.datetime64("NaT"), times)
+
+
+def _decode_numbers(numbers: np.ndarray, attrs: Mapping[str, str]) -> np.ndarray:
+    """Return datetime64[ns] of numbers in the units and calendar of `attrs`. Raises what xarray raises."""
+    coder = xr.coders.CFDatetimeCoder(use_cftime=False, time_unit="ns")
+    dims = [f"dim_{i}" for i in range(numbers.ndim)]
+    times = decode_cf_variable("time", xr.Variable(dims, numbers, attrs), decode_times=coder).values
+    if times.dtype.kind != "M":
+        raise ValueError("they are no dates")
+    return times.astype("datetime64[ns]")
 
 
 def coordinate_times(file: OpenFile, name: str) -> np.ndarray:

@@ -250,13 +250,36 @@ def test_capitals_on_levels_are_names_too(tmp_path):
         np.testing.assert_allclose(ours, theirs, rtol=1e-6)
 
 
-def test_a_missing_time_is_no_date(tmp_path):
-    """The fill value -9999 became 10 November 1998."""
+@pytest.mark.parametrize("fill", [-9999, 9.969209968386869e36])
+def test_a_missing_time_is_no_date(tmp_path, fill):
+    """The fill value -9999 became 10 November 1998, and a larger one made the axis unreadable."""
     ds = on_cells("t2m").to_dataset().drop_vars("time")
-    time = xr.Variable("time", [0, -9999, 12], {"units": "hours since 2000-01-01", "_FillValue": -9999})
+    attrs = {"units": "hours since 2000-01-01", "_FillValue": fill}
+    time = xr.Variable("time", np.array([0, fill, 12], type(fill)), attrs)
     ds.assign_coords(time=time).to_netcdf(tmp_path / "a.nc", engine="h5netcdf")
     expected = np.array(["2000-01-01T00", "2000-01-01T12"], "M8[s]")
     np.testing.assert_array_equal(open_archive(str(tmp_path / "a.nc")).times, expected)
+
+
+@pytest.mark.parametrize("since", ["2000-01-01", "1850-01-01"])
+def test_days_of_single_precision_are_whole_hours(tmp_path, since):
+    """13:00 became 12:59:46, and was no date of a forecast or of another file."""
+    hours = np.datetime64("2021-02-26T12", "s") + np.arange(3) * np.timedelta64(3600, "s")
+    days = ((hours - np.datetime64(since, "s")) / np.timedelta64(86400, "s")).astype("f4")
+    ds = on_cells("t2m").to_dataset().drop_vars("time")
+    ds = ds.assign_coords(time=("time", days, {"units": f"days since {since}"}))
+    ds.to_netcdf(tmp_path / "a.nc", engine="h5netcdf")
+    np.testing.assert_array_equal(open_archive(str(tmp_path / "a.nc")).times, hours)
+
+
+def test_a_file_that_is_left_out_is_named(tmp_path, caplog):
+    """A later year with dates that cannot be read was not there, without a word."""
+    first = on_cells("t2m").to_dataset()
+    later = first.drop_vars("time").assign_coords(time=("time", np.arange(3.0), {"units": "fortnights"}))
+    for name, ds in (("first", first), ("later", later)):
+        ds.to_netcdf(tmp_path / f"{name}.nc", engine="h5netcdf")
+    open_archive(str(tmp_path)).check(["2m_temperature"])
+    assert "an array of 2m_temperature is left out: its time has units 'fortnights'" in caplog.text
 
 
 def test_static_fields_that_differ_are_refused(tmp_path):

@@ -34,6 +34,8 @@ SLOW = [
     ("loader --quick --rounds=1 lz4 180 1", "180", (0,)),
     ("loader training --rounds=1 --steps=41", "losses are the same", (0,)),
     ("attack --cases 12 --kind keys", " s", (0,)),
+    ("attack sources --seeds 2", " s", (0,)),
+    ("attack scores --seeds 2", " s", (0,)),
     ("verification_speed --dates 4 --levels 1", "memory from 1 to 4", (0, 1)),
     ("trainer_overhead --rounds=1 --steps=20 --dim=12", "asked", (0, 1)),
     ("trainer_overhead fingerprints --rounds 2", "tp 2", (0,)),

@@ -197,3 +197,11 @@ def test_as_a_forecast_it_is_the_mean_of_the_valid_time(path: Path) -> None:
     assert block.shape == (2, 2, 2, 2, 3)
     np.testing.assert_array_equal(block[0, 1], opened.field(np.datetime64("2021-03-01T00"), NAMES))
     np.testing.assert_array_equal(block[1, 0], opened.field(np.datetime64("2022-01-01T00"), NAMES))
+
+
+def test_any_stored_type_is_read_as_float32(path: Path, tmp_path: Path) -> None:
+    """One of float64 or packed numbers ended an evaluation with a traceback about types."""
+    double = xr.open_zarr(path).load().drop_encoding().astype("f8")
+    time = np.datetime64("2021-02-28T12", "s")
+    field = open_climatology(write(double, tmp_path / "double.zarr")).field(time, NAMES)
+    np.testing.assert_array_equal(field, open_climatology(str(path)).field(time, NAMES), strict=True)

@@ -8,7 +8,7 @@ import pytest
 import xarray as xr
 
 import evaluate
-from tests.forecasts import analyses, forecasts, grid, write
+from tests.forecasts import analyses, climatology, forecasts, grid, write
 from tests.planned import run_main
 from tests.started_jobs import Job, run_options, started_by, write_config
 from verification import matching, saved_tallies
@@ -145,6 +145,40 @@ def test_the_dates_are_counted_as_here_and_as_in_training(run, truth):
     assert code == 0, said
     assert "initial dates by lead, truth anywhere in the data: 6 h 10, 12 h 10, 24 h 10" in said
     assert "truth inside data.validation_period: 6 h 15, 12 h 14, 24 h 12" in said
+
+
+def test_a_coarse_climatology_does_not_coarsen_the_comparison(run, truth):
+    """As a baseline it did, and regions were chosen on another grid than they were scored on."""
+    coarse = truth.isel(latitude=slice(1, None, 5), longitude=slice(None, None, 6))
+    path = write(climatology(coarse), run.folder / "coarse.zarr")
+    options = [
+        f"--forecast=model={run.folder / 'ours.zarr'}",
+        "--regions=global,europe",
+        "--climatology",
+        path,
+    ]
+    found = []
+    for baselines in ("", "climatology"):
+        code, said, out = run(*options, f"--baselines={baselines}", output=f"coarse {baselines}")
+        assert code == 0, said
+        scores = xr.open_dataset(out / "scores.nc", engine="h5netcdf").load()
+        found.append(scores.sel(forecast="model", metric=["rmse", "acc"]))
+    assert found[0]["2m_temperature"].notnull().all()
+    xr.testing.assert_equal(*found)
+
+
+def test_what_has_none_of_the_variables_is_no_part_of_a_comparison(run, truth):
+    """It was a traceback about a dimension of size 0."""
+    path, only = run.folder / "surface.zarr", ["2m_temperature"]
+    write(forecasts(truth, 10, LEADS)[only], path)
+    clim = write(climatology(truth[["geopotential"]]), run.folder / "heights.zarr")
+    options = [f"--forecast=surface={path}", "--climatology", clim, "--baselines=climatology,persistence"]
+    code, said, out = run(*options, output="surface")
+    assert code == 0 and "climatology is no baseline" in said, said
+    assert rows(out, "persistence").keys() == rows(out, "surface").keys()
+    write(forecasts(truth, 10, LEADS)[["geopotential"]], run.folder / "upper.zarr")
+    code, said, _ = run(*options, f"--forecast=upper={run.folder / 'upper.zarr'}", output="surface")
+    assert code == 2 and "'upper': it has none of the variables" in said and said.count("\n") == 1
 
 
 def test_a_killed_evaluation_continues(run, monkeypatch):

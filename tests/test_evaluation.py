@@ -19,6 +19,7 @@ from verification.baselines import AnalysesForecast, damped_persistence, persist
 from verification.climatology import open_climatology
 from verification.evaluation import Evaluation, evaluate, evaluate_together
 from verification.forecast_layouts import open_forecast
+from verification.score_tables import combine
 
 GFS = str(ROOT / "../shared/data/gfs_winds_2026/*_2.8125deg.nc")
 LEADS = [6, 24]
@@ -212,6 +213,18 @@ def test_forecasts_are_compared_on_one_grid(folder: Path, tmp_path: Path) -> Non
     coarse = open_forecast(write(halved, tmp_path / "coarse.zarr"))
     found = evaluate_together({"fine": fine, "coarse": coarse}, open_archive(truth))
     xr.testing.assert_allclose(found["fine"].scores, found["coarse"].scores, rtol=1e-4)
+
+
+def test_a_forecast_of_the_surface_alone_is_written_with_one_on_levels(folder: Path, tmp_path: Path) -> None:
+    """It has no coordinate of levels, and the end of the evaluation was a traceback of xarray."""
+    forecast, truth, _ = opened(folder)
+    stored = xr.open_zarr(folder / "forecast.zarr", decode_timedelta=True).load().drop_encoding()
+    path = write(stored[["2m_temperature"]], tmp_path / "surface.zarr")
+    found = evaluate_together({"whole": forecast, "surface": open_forecast(path)}, truth)
+    whole = combine({name: each.scores for name, each in found.items()}).sel(metric="rmse", region="global")
+    assert whole["geopotential"].sel(forecast="whole").notnull().all()
+    assert whole["geopotential"].sel(forecast="surface").isnull().all()
+    assert np.ptp(whole["2m_temperature"].values, axis=0).max() == 0 and whole["num_dates"].shape == (2, 2)
 
 
 def test_forecasts_are_compared_on_the_cells_that_all_have(folder: Path, tmp_path: Path) -> None:

@@ -88,6 +88,13 @@ def test_a_source_that_has_changed_is_not_appended_to_the_store_of_the_old(tmp_p
     convert(words)
     ds.isel(time=slice(0, 60)).to_netcdf(source, engine="h5netcdf")
     convert(words)
+    last = ds[U10][55].copy()
+    ds[U10][55] = 1e-10  # nearly all of it is rounded away, which is allowed
+    ds.isel(time=slice(0, 60)).to_netcdf(source, engine="h5netcdf")
+    convert([*words[:1], f"{target}2", *words[2:]])
+    ds.isel(time=slice(0, 65)).to_netcdf(source, engine="h5netcdf")
+    convert([*words[:1], f"{target}2", *words[2:]])
+    ds[U10][55] = last
     ds[U10][57:60] += 3
     ds.to_netcdf(source, engine="h5netcdf")
     with pytest.raises(ConfigError, match=f"{U10} at 2020-01-15.* is not that of"):

@@ -28,7 +28,7 @@ import xarray as xr
 from torch import Tensor
 
 from datasets.archive import Archive
-from datasets.grid import coarser
+from datasets.grid import Grid, coarser
 from errors import DataError
 from verification.climatology import Climatology
 from verification.details import Details
@@ -148,6 +148,7 @@ def evaluate_together(
     variables: Sequence[str] | None = None,
     lead_hours: Sequence[int] | None = None,
     dates: np.ndarray | None = None,
+    grid: Grid | None = None,
     regions: Sequence[str] = ("global",),
     detailed_hours: Sequence[int] = (),
     boundary_width: int = 0,
@@ -155,8 +156,8 @@ def evaluate_together(
     progress: Callable[[int], object] = lambda dates: None,
     saved: SavedTallies | None = None,
 ) -> dict[str, Evaluation]:
-    """Score forecasts against analyses on the coarsest of their grids, on the cells, dates and leads that
-    all of them have; what is not given is all that the first has.
+    """Score forecasts against analyses on `grid`, or the coarsest of their grids, on the cells, dates and
+    leads that all of them have; what is not given is all that the first has.
 
     A forecast may lack variables, and leads of `lead_hours`: it has no scores there. variables: names with
     levels; dates: initial dates (datetime64). detailed_hours: leads that get maps and spectra.
@@ -171,7 +172,7 @@ def evaluate_together(
     times = reduce(
         np.intersect1d, [each.times for each in forecasts.values()], first.times if dates is None else dates
     )
-    grid = reduce(coarser, [each.grid for each in forecasts.values()], truth.grid)
+    grid = grid or reduce(coarser, [each.grid for each in forecasts.values()], truth.grid)
     matcher = Matcher(forecasts, truth, climatology, names, times, leads, grid, device, boundary_width)
     means, tallies = RegionMeans(grid, regions, device), {}
     detailed = np.flatnonzero(np.isin(leads // hour, detailed_hours)).tolist()

@@ -2,7 +2,7 @@
 
 import logging
 from argparse import Namespace
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from datasets.archive import Archive
@@ -53,12 +53,19 @@ def open_forecasts(
     return found
 
 
-def common_variables(forecast: ForecastFields, truth: Archive, wanted: list[str]) -> list[str]:
-    """Return the variables of the configuration that forecast and truth both have. Raises ConfigError."""
-    names = [name for name in wanted if name in forecast.variables and name in truth.variables]
+def common_variables(forecasts: Mapping[str, ForecastFields], truth: Archive, wanted: list[str]) -> list[str]:
+    """Return the variables of the configuration that the first forecast and the truth both have. Raises
+    ConfigError if there are none, or another forecast has none of them.
+    """
+    first, *others = forecasts.items()
+    names = [name for name in wanted if name in first[1].variables and name in truth.variables]
     if not names:
-        reason = f"the forecast has {', '.join(forecast.variables)}; name some of them that the truth has"
+        reason = f"the forecast has {', '.join(first[1].variables)}; name some of them that the truth has"
         raise ConfigError(f"data.variables = {wanted}: {reason}")
+    for name, forecast in others:
+        if not {*names} & {*forecast.variables}:
+            reason = f"it has none of the variables that {first[0]!r} has, {', '.join(names)}"
+            raise ConfigError(f"--forecast {name!r}: {reason}; score it alone")
     return names
 
 

@@ -58,7 +58,9 @@ def combine(parts: Mapping[str, xr.Dataset]) -> xr.Dataset:
     """
     index = xr.DataArray(list(parts), dims="forecast", name="forecast")
     datasets = [part.reset_coords("num_dates") for part in parts.values()]
-    whole = xr.concat(datasets, dim=index, data_vars="all", join="outer", combine_attrs="override")
+    joined: Any = {"join": "outer", "combine_attrs": "override", "compat": "override"}
+    # Forecasts of surface variables alone have no level.
+    whole = xr.concat(datasets, dim=index, data_vars="all", coords="minimal", **joined)
     whole["num_dates"] = whole["num_dates"].fillna(0).astype(int)
     power = [power_of_units(metric) for metric in whole["metric"].values]
     return whole.set_coords("num_dates").assign_coords(power=("metric", power))

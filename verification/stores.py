@@ -72,7 +72,7 @@ class FieldsByName:
             block = field.read((*axes, "level"), {**slices, "level": levels})
             for row, (each, level) in enumerate(found):
                 if each is field:
-                    arrays[row] = block[..., level - levels.start, :, :]
+                    arrays[row] = block[..., level - levels.start, :, :].astype(np.float32, copy=False)
         return np.stack([arrays[row] for row in range(len(found))], axis=-3)
 
 
