@@ -167,7 +167,7 @@ def test_evaluating_changes_nothing_of_the_run(trained, capsys):
     assert all(name.startswith("evaluation/") for name in after.keys() - before.keys())
 
 
-def test_the_climatology_is_that_of_its_period(trained):
+def test_the_climatology_is_that_of_its_period(one_rank, trained):
     options, folder, _ = trained
 
     def climatology(*more: str) -> float:

@@ -57,12 +57,12 @@ def common_variables(forecasts: Mapping[str, ForecastFields], truth: Archive, wa
     """Return the variables of the configuration that the first forecast and the truth both have. Raises
     ConfigError if there are none, or another forecast has none of them.
     """
-    first, *others = forecasts.items()
+    first, *further = forecasts.items()
     names = [name for name in wanted if name in first[1].variables and name in truth.variables]
     if not names:
         reason = f"the forecast has {', '.join(first[1].variables)}; name some of them that the truth has"
         raise ConfigError(f"data.variables = {wanted}: {reason}")
-    for name, forecast in others:
+    for name, forecast in further:
         if not {*names} & {*forecast.variables}:
             reason = f"it has none of the variables that {first[0]!r} has, {', '.join(names)}"
             raise ConfigError(f"--forecast {name!r}: {reason}; score it alone")
