@@ -306,7 +306,7 @@ class Conversion:
             for name, new, old in zip(self.names, theirs, ours, strict=True):
                 room: Any = 0.0
                 if name in packings:
-                    room = 2 * allowed_error(old.astype(np.float64), packings[name])
+                    room = 2 * allowed_error(np.nan_to_num(old.astype(np.float64)), packings[name])
                 if not np.allclose(new, old, rtol=0, atol=room, equal_nan=True):
                     reason = f"its {name} at {date} is not that of {str(self.target)!r}"
                     refuse("SOURCE", self.options.source, f"{reason}; convert to another TARGET")
