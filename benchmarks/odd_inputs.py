@@ -72,7 +72,7 @@ class Case:
     region: list[float]
     boundary: int
     analyses: Fields  # of data.path, from which persistence starts; the truth where there is no other
-    test_period: tuple[np.datetime64, np.datetime64] | None
+    test_period: tuple[Any, Any] | None
 
 
 def base(name: str) -> str:
@@ -134,7 +134,7 @@ def random_fields(rng: np.random.Generator, names: list[str], axes: dict, grid: 
         if base(name) == "sea_surface_temperature":
             own[..., 1::3, :3] = np.nan if holes else 280
         elif base(name) == "total_precipitation":
-            own = np.maximum(own, 0) * (rng.random((shape[0], *[1] * (len(shape) - 1))) < 0.9)
+            own = np.maximum(own, 0) * (rng.random(shape[:1] + (1,) * (len(shape) - 1)) < 0.9)
             own += 0.001 if "dayofyear" in axes or "hour" in axes else 0
         elif rng.random() < holes:
             own[rng.random(shape) < 0.03] = np.nan

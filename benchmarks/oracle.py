@@ -206,8 +206,8 @@ def compare_scores(folder: Path) -> int:
     mine = sum(np.isfinite(v).sum() for (_, metric, _, _), v in ours.items() if metric == "rmse")
     wrong += [f"{extra} RMSEs, not {mine}"] if extra != mine else []
     path = folder / "run/evaluation/scorecard.csv"
-    rows = pd.read_csv(path).itertuples() if path.exists() else []
-    percent = {(row.variable, row.lead_hours): row.percent for row in rows}
+    rows = pd.read_csv(path).to_dict("records") if path.exists() else []
+    percent = {(row["variable"], row["lead_hours"]): row["percent"] for row in rows}
     if case.against and percent.keys() != card.keys():
         wrong.append(f"scorecard: rows {sorted(percent.keys() ^ card.keys())} are in one of both")
     off = {

@@ -45,7 +45,7 @@ def regrid(values: Array, source: Fields, target: Fields) -> Array:
     heights = [np.sin(np.deg2rad(row_edges(each.latitude)))[::-1] for each in (target, source)]
     rows = overlaps(*heights)[::-1, ::-1]
     east, west = (column_edges(each.longitude) for each in (target, source))
-    columns = sum(overlaps(east, west + turn) for turn in (-720, -360, 0, 360, 720))
+    columns = np.sum([overlaps(east, west + turn) for turn in (-720, -360, 0, 360, 720)], axis=0)
     area = np.outer(np.diff(heights[0])[::-1], np.diff(east))
     whole = np.outer(rows.sum(1), columns.sum(1)) > 0.999 * area
     there = ~np.isnan(values)
@@ -218,8 +218,8 @@ def expected(case: Case) -> tuple[dict[tuple[str, str, str, int], Any], list[str
     clim = case.climatology and on_grid(case.climatology, target)
     regions, truth = region_weights(target, case.regions), on_grid(truth, target)
     weights, found, by_date = np.stack([*regions.values()]), {}, {}
-    inside, width = np.zeros(weights.shape[1:], bool), case.boundary
-    inside[width : len(inside) - width, width : inside.shape[1] - width] = True
+    inside, width = np.zeros((len(target.latitude), len(target.longitude)), bool), case.boundary
+    inside[width : len(target.latitude) - width, width : len(target.longitude) - width] = True
     for lead in leads:
         hours = int(lead / HOUR)
         there = {name: f for name, f in compared.items() if lead in f.axes["lead"]}
