@@ -43,11 +43,11 @@ class Anchor:
         return self.measured / self.planned if layout_kind(work) == self.kind else 1.0
 
     def line(self) -> str:
-        others = ", ".join(kind for kind in KINDS if kind != self.kind)
+        kinds = ", ".join(kind for kind in KINDS if kind != self.kind)
         ratio = self.measured / self.planned
         return (
             f"anchor {self.name}: {self.measured:,.3f} s a step measured, {self.planned:,.3f} planned; times "
-            f"of {self.kind} layouts are multiplied by {ratio:.3f}; no information on {others}"
+            f"of {self.kind} layouts are multiplied by {ratio:.3f}; no information on {kinds}"
         )
 
 
