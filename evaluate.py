@@ -65,6 +65,7 @@ from datasets.selection import Selection, access_of, open_selection
 from datasets.statistics import Source, fingerprint_of, sampled_pairs, stored_statistics
 from errors import ConfigError, DataError, end_process, one_line_errors, refuse
 from jobs.log_setup import start_logging
+from jobs.saved_parts import SavedParts
 from parallelisms.mesh import PATIENCE, from_first_rank, start_ranks
 from planning.start_checks import check_folder
 from training.progress_bar import progress_bar
@@ -90,7 +91,6 @@ from verification.matching import ForecastFields
 from verification.plots import describe, plot_evaluation
 from verification.report import Gate, shown_leads, table, write_scores
 from verification.rollout import Forecast
-from verification.saved_tallies import SavedTallies
 from verification.score_tables import lead_hours, select, variable_names
 from verification.scorecard import build_scorecard, write_scorecard
 from verification.scores import wind_pairs
@@ -331,7 +331,7 @@ def run(config: Config, options: Namespace) -> int:
     paths = [each.path for each in (*forecasts.values(), *[climatology] * bool(climatology)) if each]
     sources = [selection.archive, truth], paths, variables
     key = from_first_rank(lambda: evaluation_key(config, options, *sources))
-    saved = SavedTallies(folder / OWN_FOLDER / "unfinished", key) if key else None
+    saved = SavedParts(folder / OWN_FOLDER / "unfinished" / key, dist.get_rank()) if key else None
     with progress_bar(len(times), "date", dist.get_rank() == 0, desc="evaluation") as bar:
         evaluations = evaluate_together(
             compared,

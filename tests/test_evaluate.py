@@ -8,12 +8,13 @@ import pytest
 import xarray as xr
 
 import evaluate
+from jobs import saved_parts
 from tests.forecasts import analyses, climatology, forecasts, grid, write
 from tests.planned import run_main
 from tests.started_jobs import Job, run_options, started_by, write_config
-from verification import matching, saved_tallies
+from verification import matching
 from verification.details import MIDLATITUDES, mean_over_latitudes
-from verification.saved_tallies import SavedTallies
+from verification.evaluation import Tally
 
 LEADS = [6, 12, 24]
 RMSE = "rmse/geopotential:500@24h"
@@ -182,32 +183,35 @@ def test_what_has_none_of_the_variables_is_no_part_of_a_comparison(run, truth):
 
 
 def test_a_killed_evaluation_continues(run, monkeypatch):
-    """Three times, after some dates each; the last attempt scores what is left."""
+    """Three times, in the middle of a date, one lead of which is read at once; no date counts twice."""
     ours = f"--forecast=model={run.folder / 'ours.zarr'}"
     run(ours, output="whole", run="killed")
-    monkeypatch.setattr(matching, "MOST_DATES", 1)
-    monkeypatch.setattr(saved_tallies, "SAVE_SECONDS", 0.0)
-    monkeypatch.setattr(saved_tallies, "MOST_TIME", 1e9)
-    add, scored = SavedTallies.add, []
+    monkeypatch.setattr(matching, "BLOCK_BYTES", 10_000)
+    monkeypatch.setattr(saved_parts, "SAVE_SECONDS", -1.0)
+    monkeypatch.setattr(saved_parts, "MOST_TIME", 1e9)
+    add, dates = Tally.add, list[int]()
 
-    def killed(saved, dates, tallies):
-        add(saved, dates, tallies)
-        scored.extend(dates)
-        if len(scored) in (2, 4, 7):
+    def dies(tally, pair, part):
+        dates.append(pair.date)
+        if pair.lead == 1 and len({*dates}) == 3:
             raise KeyboardInterrupt
+        add(tally, pair, part)
 
     for _ in range(3):
         with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-            patch.setattr(SavedTallies, "add", killed)
+            patch.setattr(Tally, "add", dies)
             run(ours, output="killed", run="killed")
-    monkeypatch.setattr(SavedTallies, "add", lambda saved, *rest: scored.extend(rest[0]) or add(saved, *rest))
+        dates.clear()
+    monkeypatch.setattr(
+        Tally, "add", lambda tally, pair, part: dates.append(pair.date) or add(tally, pair, part)
+    )
     code, said, out = run(ours, output="killed", run="killed")
-    assert code == 0 and sorted(scored) == list(range(10)), said
+    assert code == 0 and {*dates} == {6, 7, 8, 9}, said
     for name in ("scores.nc", "scores_by_date.nc"):
         xr.testing.assert_identical(xr.open_dataset(out / name), xr.open_dataset(run.folder / "whole" / name))
     for name in ("spectra_model.nc", "bias_persistence.nc"):
         xr.testing.assert_allclose(xr.open_dataset(out / name), xr.open_dataset(run.folder / "whole" / name))
-    assert not list((run.folder / "killed/evaluation/unfinished").glob("*"))
+    assert not (run.folder / "killed/evaluation/unfinished").exists()
 
 
 @pytest.mark.slow

@@ -27,6 +27,7 @@ from datasets.statistics import (
     sampled_pairs,
 )
 from errors import DataError
+from jobs import saved_parts
 from tests.sample_archives import NAMES, analyses, values, weatherbench
 from training import shared_statistics
 from training.shared_statistics import load_or_count
@@ -261,7 +262,7 @@ def killed_half_way(source: Source, cache: Path) -> int:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Counting, "go_on", dies)
-        patch.setattr(shared_statistics, "SAVE_SECONDS", -1.0)
+        patch.setattr(saved_parts, "SAVE_SECONDS", -1.0)
         with pytest.raises(KeyboardInterrupt):
             load_or_count(cache, source)
     return len(calls)

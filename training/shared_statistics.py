@@ -5,9 +5,6 @@ on any number of ranks. No rank waits for another for longer than a round.
 """
 
 import logging
-import shutil
-import time
-import zipfile
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -29,13 +26,13 @@ from datasets.statistics import (
     stored_statistics,
 )
 from errors import UserError
-from jobs.durable_files import replacing
 from jobs.heartbeat import activity
+from jobs.saved_parts import SavedParts
 from parallelisms.mesh import cpu_group, from_first_rank
 from training.progress_bar import progress_bar
 
 logger = logging.getLogger("rossby")
-ROUND_SECONDS, SAVE_SECONDS = 5.0, 60.0
+ROUND_SECONDS = 5.0
 SAVED = "saved_statistics"  # folder in the run's: what unfinished attempts have counted
 
 
@@ -57,7 +54,7 @@ def load_or_count(cache: Path, source: Source, trained: Numbers | None = None) -
         statistics = as_trained(statistics, source.variables, trained)
     if dist.get_rank() == 0:
         statistics.write(cache)
-        shutil.rmtree(cache.parent / SAVED, ignore_errors=True)
+        saved_parts(cache, source).remove()
     return statistics
 
 
@@ -66,57 +63,49 @@ def count_together(source: Source, cache: Path) -> Statistics:
 
     DataError, on all ranks: a field that one of them cannot read, or that is no weather.
     """
-    rank, folder = dist.get_rank(), cache.parent / SAVED
-    group = cpu_group()  # on the CPU, where the sums are
-    earlier: list[Sums] = []  # on rank 0
-    fingerprint, attempt, shift, done = from_first_rank(lambda: begin(folder, source, earlier))
+    rank, group = dist.get_rank(), cpu_group()  # on the CPU, where the sums are
+    saved, earlier = saved_parts(cache, source), list[Sums]()  # on rank 0
+
+    def begin() -> tuple[int, np.ndarray, np.ndarray]:
+        earlier.extend(map(sums_of, saved.read()))
+        dates = [date for sums in earlier for date in sums.dates]
+        shift = earlier[0].shift if earlier else first_shift(source)
+        return saved.attempt, shift, np.array(dates, "datetime64[s]")
+
+    saved.attempt, shift, done = from_first_rank(begin)
     left = source.dates[~np.isin(source.fields.times[source.dates], done)]
+    if len(done):
+        logger.info(f"statistics: {len(done)} of {len(source.dates)} dates are counted already")
     counting = Counting(source, np.array_split(left, dist.get_world_size())[rank], shift)
-    own = folder / f"{fingerprint}.{attempt}.{rank}.npz"
     done_before = len(source.dates) - len(left)
     with progress_bar(len(source.dates), "date", rank == 0, desc="statistics", done=done_before) as bar:
-        rounds(counting, own, bar, group)
+        rounds(counting, saved, bar, group)
     sums = counting.sums
     for each in earlier:
         sums.merge(each)
     add_over_ranks(sums, group)
     dist.destroy_process_group(group)
-    return Statistics.from_sums(sums, fingerprint)
+    return Statistics.from_sums(sums, source.fingerprint)
 
 
-def begin(folder: Path, source: Source, earlier: list[Sums]) -> tuple[str, int, np.ndarray, np.ndarray]:
-    """Return, on rank 0, the fingerprint, the number of this attempt, the shift (V,) and the dates counted.
-
-    The sums over the dates that killed attempts have counted are appended, as one, to `earlier`.
-    """
-    saved = sorted(folder.glob(f"{source.fingerprint}.*.*.npz"))
-    for sums in map(read_sums, saved):
-        if sums and earlier:
-            earlier[0].merge(sums)
-        elif sums:
-            earlier.append(sums)
-    done = np.array(earlier[0].dates if earlier else [], "datetime64[s]")
-    if len(done):
-        logger.info(f"statistics: {len(done)} of {len(source.dates)} dates are counted already")
-    attempt = 1 + max((int(path.name.split(".")[1]) for path in saved), default=0)
-    shift = earlier[0].shift if earlier else first_shift(source)
-    return source.fingerprint, attempt, shift, done
+def saved_parts(cache: Path, source: Source) -> SavedParts:
+    """Return the files of unfinished attempts to count a source."""
+    return SavedParts(cache.parent / SAVED / source.fingerprint, dist.get_rank())
 
 
-def read_sums(path: Path) -> Sums | None:
-    """Return the sums that `save` wrote, None from a damaged file: its dates are counted again."""
-    try:
-        with np.load(path) as stored:
-            arrays: dict[str, Any] = {name: stored[name] for name in stored}
-            arrays.update(dates=list(arrays["dates"]), rows=list(arrays["rows"]))
-            return Sums(**arrays)
-    except (OSError, ValueError, KeyError, TypeError, EOFError, zipfile.BadZipFile):
-        return None
+def arrays_of(sums: Sums) -> dict[str, Any]:
+    return vars(sums) | {"dates": np.array(sums.dates), "rows": np.array(sums.rows)}
 
 
-def rounds(counting: Counting, own: Path, bar: tqdm, group: dist.ProcessGroup) -> None:
+def sums_of(arrays: dict[str, Any]) -> Sums:
+    """Return the sums of which `arrays_of` made these arrays."""
+    lists: dict[str, Any] = {name: list(arrays[name]) for name in ("dates", "rows")}
+    return Sums(**arrays | lists)
+
+
+def rounds(counting: Counting, saved: SavedParts, bar: tqdm, group: dist.ProcessGroup) -> None:
     """Until no rank has a date left. UserError, on all ranks: what one of them met."""
-    num_counted, saved_at, save_every, failure = 0, time.monotonic(), SAVE_SECONDS, None
+    num_counted, failure = 0, None
     while True:
         try:
             counting.go_on(ROUND_SECONDS)
@@ -132,11 +121,7 @@ def rounds(counting: Counting, own: Path, bar: tqdm, group: dist.ProcessGroup) -
             raise kind(text)
         if not state[0]:
             return
-        if time.monotonic() - saved_at > save_every:
-            started = time.monotonic()
-            save(counting.sums, own)
-            saved_at = time.monotonic()
-            save_every = max(SAVE_SECONDS, 20 * (saved_at - started))
+        saved.write_if_due(lambda: arrays_of(counting.sums))
 
 
 def gather_objects(value: Any, group: dist.ProcessGroup) -> list[Any]:
@@ -144,16 +129,6 @@ def gather_objects(value: Any, group: dist.ProcessGroup) -> list[Any]:
     values = [None] * group.size()
     dist.all_gather_object(values, value, group)
     return values
-
-
-def save(sums: Sums, path: Path) -> None:
-    """Write the sums so far; a full disk is only logged here."""
-    arrays: dict[str, Any] = vars(sums) | {"dates": np.array(sums.dates), "rows": np.array(sums.rows)}
-    try:
-        with replacing(path) as partial:
-            np.savez(partial, **arrays)
-    except OSError as error:
-        logger.warning(f"{path}: not written ({error}): a job that is killed now counts again")
 
 
 def add_over_ranks(sums: Sums, group: dist.ProcessGroup) -> None:

@@ -15,25 +15,26 @@ and number of ranks.
 - `bias`, `spectra`, `ranks` for the leads with details, or None: see details.py.
 """
 
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import reduce
+from functools import partial, reduce
 from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
 import xarray as xr
-from torch import Tensor
 
 from datasets.archive import Archive
 from datasets.grid import Grid, coarser
 from errors import DataError
+from jobs.saved_parts import SavedParts
+from parallelisms.mesh import from_first_rank
 from verification.climatology import Climatology
 from verification.details import Details
 from verification.matching import ForecastFields, Matcher, Pair
-from verification.saved_tallies import SavedTallies
 from verification.score_tables import by_variable
 from verification.scores import (
     DERIVED,
@@ -45,6 +46,8 @@ from verification.scores import (
     statistic_names,
     wind_pairs,
 )
+
+logger = logging.getLogger("rossby")
 
 
 @dataclass(frozen=True)
@@ -79,33 +82,35 @@ class Tally:
         size = (len(stored) + 2, *shape, len(self.variables), len(means.weight))
         self.table = torch.zeros(size, dtype=torch.float64, device=means.rows.device)
 
-    @property
-    def sums(self) -> dict[str, Tensor]:
-        """Return the sums over dates of what has details."""
-        return self.details.sums if self.details else {}
-
     def add(self, pair: Pair, part: slice) -> None:
         """Count some variables of a pair. Called from threads."""
         truth, clim = pair.truth[part], None if pair.climatology is None else pair.climatology[part]
         values, present = date_statistics(pair.forecast[..., part, :, :], truth, clim, self.means)
         area = present.double()
         if pair.whole is not pair.truth:
-            areas = [
-                self.means.total(torch.isfinite(each[part]).double()) for each in (pair.truth, pair.whole)
-            ]
-            area = torch.where(present, areas[0] / areas[1], 0.0)
+            scored, all_cells = (torch.isfinite(each[part]).double() for each in (pair.truth, pair.whole))
+            area = torch.where(present, self.means.total(scored) / self.means.total(all_cells), 0.0)
         entry = self.table[:, pair.date, pair.lead]
         entry[:, pair.rows[part]] = torch.cat([values, area[None], present[None].double()])
+
+    def arrays(self, dates: list[int]) -> dict[str, Any]:
+        """Return what is counted of the dates, which are all so far, for `add_arrays`."""
+        sums = self.details.sums if self.details else {}
+        return {name: each.cpu().numpy() for name, each in (sums | {"table": self.table[:, dates]}).items()}
+
+    def add_arrays(self, dates: list[int], arrays: Mapping[str, Any]) -> None:
+        """Add what another attempt has counted of some dates."""
+        for name, total in (self.details.sums if self.details else {}).items():
+            total += total.new_tensor(arrays[name])
+        self.table[:, dates] = self.table.new_tensor(arrays["table"])
 
     def results(
         self, dates: np.ndarray, leads: np.ndarray, regions: list[str], units: Mapping[str, str]
     ) -> Evaluation:
         """Return the Datasets, once the table has all dates."""
         winds = wind_pairs(self.variables)
-        names, rows = (
-            [*self.variables, *winds],
-            [*range(len(self.variables)), *(u for u, _ in winds.values())],
-        )
+        names = [*self.variables, *winds]
+        rows = [*range(len(self.variables)), *(u for u, _ in winds.values())]  # of the areas, those of u
         values, present = append_wind(self.table[:-2], self.table[-1] > 0, winds)
         area, values = self.table[-2][..., rows, :], complete(values, self.statistics)
         broken = values[self.statistics.index("mse")].isnan()  # the forecast is not finite
@@ -113,10 +118,8 @@ class Tally:
         weights = (present & (~values.isnan() | broken)).double()  # (S, n, L, V, R)
         totals = torch.where(weights > 0, values, 0.0).sum(dim=1) / weights.sum(dim=1)  # (S, L, V, R)
         num_dates = present.double().sum(dim=0)  # (L, V, R)
-        final = {
-            "num_dates": num_dates,
-            "common_area": torch.where(present, area, 0.0).sum(dim=0) / num_dates,
-        }
+        common_area = torch.where(present, area, 0.0).sum(dim=0) / num_dates
+        final = {"num_dates": num_dates, "common_area": common_area}
         final |= final_scores(dict(zip(self.statistics, totals, strict=True)), self.forecast.num_members)
         coords = {"metric": list(final), "region": regions, "lead_time": leads.astype("timedelta64[ns]")}
         coords["num_dates"] = ("lead_time", num_dates.flatten(1).amax(1).long().cpu().numpy())
@@ -154,7 +157,7 @@ def evaluate_together(
     boundary_width: int = 0,
     device: torch.device | str = "cpu",
     progress: Callable[[int], object] = lambda dates: None,
-    saved: SavedTallies | None = None,
+    saved: SavedParts | None = None,
 ) -> dict[str, Evaluation]:
     """Score forecasts against analyses on `grid`, or the coarsest of their grids, on the cells, dates and
     leads that all of them have; what is not given is all that the first has.
@@ -195,7 +198,7 @@ def score_pairs(
     matcher: Matcher,
     tallies: Mapping[str, Tally],
     progress: Callable[[int], object],
-    saved: SavedTallies | None,
+    saved: SavedParts | None,
 ) -> None:
     """Fill the tables of all dates.
 
@@ -204,9 +207,10 @@ def score_pairs(
     a date, and where the machine has other work that took ten times as long.
     """
     rank, ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
-    done = saved.load(tallies.values()) if saved else set()
+    earlier: list[dict[str, Any]] = []  # on rank 0: what killed attempts have counted
+    done = dates_before(saved, earlier) if saved else []
     progress(len(done))
-    blocks = [block for block in matcher.blocks() if done.isdisjoint(block)]
+    blocks, scored = [block for block in matcher.blocks() if not {*block} & {*done}], list[int]()
     num_threads = torch.get_num_threads()
     width = num_threads if matcher.device.type == "cpu" else 1
     with ThreadPoolExecutor(width, initializer=torch.set_num_threads, initargs=(1,)) as threads:
@@ -219,12 +223,37 @@ def score_pairs(
             for pair in pairs:
                 if details := tallies[pair.name].details:
                     details.add(pair)
-            if saved:
-                saved.add(finished, tallies.values())
+            scored += finished
+            if saved and finished:  # else the sums of details have a part of a block
+                saved.write_if_due(partial(arrays_of, tallies, scored))
             progress(ranks * len(finished))
     torch.set_num_threads(num_threads)  # for threads that start later
+    for arrays in earlier:
+        for number, tally in enumerate(tallies.values()):
+            own = {name.split()[1]: each for name, each in arrays.items() if name.startswith(f"{number} ")}
+            tally.add_arrays(arrays["dates"].tolist(), own)
     if ranks > 1:
         for tally in tallies.values():
             dist.all_reduce(tally.table)
             if tally.details:
                 tally.details.reduce()
+
+
+def dates_before(saved: SavedParts, earlier: list[dict[str, Any]]) -> list[int]:
+    """Return the dates that killed attempts have scored, whose arrays are appended to `earlier` on rank 0."""
+
+    def read() -> tuple[list[int], int]:
+        earlier.extend(saved.read())
+        return [date for arrays in earlier for date in arrays["dates"].tolist()], saved.attempt
+
+    dates, saved.attempt = from_first_rank(read)
+    if dates:
+        logger.info(f"evaluation: {len(dates)} dates are scored already")
+    return dates
+
+
+def arrays_of(tallies: Mapping[str, Tally], dates: list[int]) -> dict[str, Any]:
+    """Return what this attempt has counted on this rank, "0 table" of the first forecast and so on."""
+    numbered = enumerate(tally.arrays(dates) for tally in tallies.values())
+    of_tallies = {f"{i} {name}": each for i, arrays in numbered for name, each in arrays.items()}
+    return {"dates": np.array(dates, int), **of_tallies}

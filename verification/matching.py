@@ -26,9 +26,7 @@ from errors import DataError
 from verification.climatology import Climatology
 from verification.stores import COMPUTED, DIVERGED, NOT_COMPUTED
 
-BLOCK_BYTES = (
-    2**27
-)  # of a forecast, or of the truth, read at once; more only if one array of a date is larger
+BLOCK_BYTES = 2**27  # of a forecast, or of the truth, read at once; more if one array of a date is larger
 KEPT_BYTES = 2**30  # of truth and of climatology, kept for later dates
 MOST_DATES = 16  # read at once
 Regrid = Callable[[np.ndarray, Sequence[str]], Tensor]
@@ -106,15 +104,17 @@ class Source:
         status = self.fields.status
         return COMPUTED if status is None else int(status[self.dates[date], self.leads[lead]])
 
-    def read(self, dates: list[int], leads: list[int], part: Part) -> np.ndarray | None:
-        """Return the block (n, k[, M], V, H, W), any values at leads that are not there; None if none is."""
-        rows, columns = self.dates[dates], self.leads[leads]
-        if not part.names or columns.max() < 0:
-            return None
-        first, begin = int(rows[0]), int(columns[columns >= 0].min())
-        spans = slice(first, int(rows[-1]) + 1), slice(begin, int(columns.max()) + 1)
+    def read(self, dates: list[int], leads: list[int], part: Part) -> dict[tuple[int, int], np.ndarray]:
+        """Return the fields ([M,] V, H, W) by date and lead, those that are there, from one block."""
+        there = [lead for lead in leads if self.leads[lead] >= 0]
+        if not part.names or not there:
+            return {}
+        rows, columns = (axis - axis[0] for axis in (self.dates[dates], self.leads[there]))
+        first, begin = int(self.dates[dates[0]]), int(self.leads[there[0]])
+        spans = slice(first, first + int(rows[-1]) + 1), slice(begin, begin + int(columns[-1]) + 1)
         block = self.fields.read_block(*spans, part.names)
-        return block[rows - first][:, np.maximum(columns - begin, 0)]
+        at = product(zip(dates, rows, strict=True), zip(there, columns, strict=True))
+        return {(date, lead): block[row, column] for (date, row), (lead, column) in at}
 
 
 class Matcher:
@@ -244,13 +244,9 @@ class Matcher:
     def _load(self, dates: list[int], leads: list[int], group: int) -> list[Pair]:
         read = {name: s.read(dates, leads, s.parts[group]) for name, s in self.sources.items()}
         pairs = []
-        for (i, date), (k, lead) in product(enumerate(dates), enumerate(leads)):
-            there = {
-                n: block
-                for n, block in read.items()
-                if block is not None and self.sources[n].leads[lead] >= 0
-            }
-            pairs += self._match(date, lead, group, {name: block[i, k] for name, block in there.items()})
+        for at in product(dates, leads):
+            fields = {name: blocks[at] for name, blocks in read.items() if at in blocks}
+            pairs += self._match(*at, group, fields)
         return pairs
 
     def _match(self, date: int, lead: int, group: int, fields: dict[str, np.ndarray]) -> list[Pair]:
