@@ -220,22 +220,26 @@ def common_axes(
     return inside, whole
 
 
-def evaluation_key(
+def saved_parts(
     config: Config, options: Namespace, archives: list[Archive], paths: list[str], variables: list[str]
-) -> str:
-    """Return a name of this evaluation, of these files as they are; "" if one of them is not on a disk.
-
-    archives: those of analyses; paths: of forecasts and climatology.
+) -> SavedParts | None:
+    """Return where this evaluation, of these files as they are, writes what it has counted; None if one of
+    them is not on a disk. archives: of analyses; paths: of forecasts and climatology.
     """
-    states = [archive.files_state(variables) for archive in archives]
-    if not all(states) or any(map(is_url, paths)):
-        return ""
-    parts = [to_toml(config), repr(vars(options)), *(state.hex() for state in states)]
-    for path in paths:  # the metadata of a store are written when it is made, and when forecast.py starts
-        files = [Path(path), *(Path(path, name) for name in ("zarr.json", ".zmetadata", ".zattrs"))]
-        status = {file: file.stat() for file in files if file.exists()}
-        parts += [f"{file} {each.st_mtime_ns} {each.st_size}" for file, each in status.items()]
-    return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16]
+
+    def key() -> str:
+        states = [archive.files_state(variables) for archive in archives]
+        if not all(states) or any(map(is_url, paths)):
+            return ""
+        parts = [to_toml(config), repr(vars(options)), *(state.hex() for state in states)]
+        for path in paths:  # the metadata of a store are written when it is made, and when forecast.py starts
+            files = [Path(path), *(Path(path, name) for name in ("zarr.json", ".zmetadata", ".zattrs"))]
+            status = {file: file.stat() for file in files if file.exists()}
+            parts += [f"{file} {each.st_mtime_ns} {each.st_size}" for file, each in status.items()]
+        return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16]
+
+    folder = config.dump_folder / OWN_FOLDER / "unfinished"
+    return SavedParts(folder / name, dist.get_rank()) if (name := from_first_rank(key)) else None
 
 
 def scored_dates(scores: xr.Dataset, selection: Selection) -> str:
@@ -250,8 +254,7 @@ def scored_dates(scores: xr.Dataset, selection: Selection) -> str:
     if len(inside) and len(leads):
         window = window_steps(selection.history)
         offsets = [*window, *(leads // selection.step).tolist()]
-        available = np.intersect1d(inside, np.flatnonzero(selection.archive.has(selection.variables)))
-        there = selection.around(inside, offsets, available) >= 0
+        there = selection.around(inside, offsets, selection.available(inside)) >= 0
         counts = (there[:, : len(window)].all(axis=1, keepdims=True) & there[:, len(window) :]).sum(axis=0)
         text += f"\nin train.py's validation, truth inside data.validation_period: {_counts(leads, counts)}"
     return text
@@ -328,10 +331,8 @@ def run(config: Config, options: Namespace) -> int:
     compared: dict[str, ForecastFields] = {**forecasts, **baselines}
     against = scorecard_reference(options.against, list(compared), len(options.forecast))
     scored = leads[[bool(np.isin(times + lead, truth.times).any()) for lead in leads]]
-    paths = [each.path for each in (*forecasts.values(), *[climatology] * bool(climatology)) if each]
-    sources = [selection.archive, truth], paths, variables
-    key = from_first_rank(lambda: evaluation_key(config, options, *sources))
-    saved = SavedParts(folder / OWN_FOLDER / "unfinished" / key, dist.get_rank()) if key else None
+    paths = [each.path for each in forecasts.values()] + ([climatology.path] if climatology else [])
+    saved = saved_parts(config, options, [selection.archive, truth], paths, variables)
     with progress_bar(len(times), "date", dist.get_rank() == 0, desc="evaluation") as bar:
         evaluations = evaluate_together(
             compared,

@@ -107,7 +107,7 @@ def of_run(words: list[str]) -> list[str]:
 
 
 def check_options(options: argparse.Namespace) -> None:
-    """Raises ConfigError."""
+    """Refuse numbers and words that no plan can be made of. Raises ConfigError."""
     for name, least in LEAST.items():
         if not getattr(options, name) >= least:
             raise ConfigError(f"--{name} {getattr(options, name)}: give at least {least}")
@@ -118,7 +118,7 @@ def check_options(options: argparse.Namespace) -> None:
 
 
 def make_plan(config: Config, cluster: Cluster, options: argparse.Namespace) -> int:
-    """Prints what was asked for; 1 where the job does not fit."""
+    """Print what was asked for; return 1 where the job does not fit, else 0."""
     if config.lora.enable:
         reason = "trains few of the parameters, of which closed forms know nothing; use --dry_run"
         refuse("lora.enable", True, f"{reason}, or set it to false for more than it takes")
@@ -162,8 +162,8 @@ def anchored(cluster: Cluster, run: str) -> Cluster:
 
 
 def choose_local_batch(config: Config, world: int) -> Config:
-    """For a search, which tries every other: the largest up to the configured that the ranks can share. Then
-    the rest of the configuration is checked.
+    """Return a configuration with the largest local batch, up to the configured, that the ranks can share: a
+    search tries every other. Raises ConfigError for the rest of the configuration.
     """
     training = config.training
     if training.global_batch_size < 1 and training.global_batch_size != -1:
@@ -197,7 +197,7 @@ def layout_blocks(plans: list[Plan], cluster: Cluster, config: Config) -> list[s
 
 
 def calibrate_machine(config: Config) -> None:
-    """Rates of this machine for the shapes of `config`: plan.py --cluster this (or cpu) uses them."""
+    """Measure rates of this machine for the shapes of `config`; plan.py --cluster this (or cpu) uses them."""
     import torch
 
     from planning.calibration import BlockShape, calibrate, save_calibration
@@ -227,7 +227,7 @@ def dry_run_table(config: Config, world_size: int) -> None:
 
 
 def grid_of(config: Config) -> "Grid":
-    """Grid of data.grid_shape, which is taken to go round the globe, or of the data themselves."""
+    """Return the grid of data.grid_shape, which is taken to go round the globe, or of the data themselves."""
     from datasets.grid import global_grid
     from datasets.selection import open_selection
 

@@ -230,14 +230,9 @@ def decode_times(variable: xr.Variable, reference: str = "") -> np.ndarray:
     if not units:
         raise DataError('its time has no units; give it the attribute units, as "hours since 1900-01-01"')
     attrs = {"units": units, "calendar": str(variable.attrs.get("calendar", "standard"))}
-    stored = np.asarray(variable.values)
-    fills = [
-        np.ravel(variable.attrs[key]) for key in ("_FillValue", "missing_value") if key in variable.attrs
-    ]
-    is_missing = np.any(
-        [stored == fill for each in fills for fill in each if each.dtype.kind in "iuf"], axis=0
-    )
-    numbers = unpacked(variable)
+    stored, numbers = np.asarray(variable.values), unpacked(variable)
+    fills = [np.ravel(variable.attrs.get(key, [])) for key in ("_FillValue", "missing_value")]
+    is_missing = np.isin(stored, [fill for each in fills if each.dtype.kind in "iuf" for fill in each])
     if is_missing.any():  # 9.97e36 days since then are no date
         numbers = np.where(is_missing, np.append(numbers[~is_missing], 0)[0], numbers)
     try:

@@ -111,9 +111,9 @@ def surface_or_level(text: str, siblings: Iterable[str], described: str) -> str:
     if match is None or name not in ON_ONE_SURFACE or SHORT_NAMES.get(match[1]) not in ON_LEVELS:
         return name
     on_level, number = join_name(SHORT_NAMES[match[1]], int(match[2])), int(match[2])
-    says_level, says_height = LEVEL_WORDS.search(described.lower()), HEIGHT_WORDS.search(described.lower())
-    if says_level or says_height:
-        return name if says_height else on_level
+    for words, meaning in ((HEIGHT_WORDS, name), (LEVEL_WORDS, on_level)):
+        if words.search(described.lower()):
+            return meaning
     named = [split_name(full_name(other)) for other in siblings if ":" in full_name(other)]
     own = [level for base, level in named if base == SHORT_NAMES[match[1]] and level]
     if any(level == number for _, level in named) or min(own, default=number) < number < max(own, default=0):

@@ -1,5 +1,6 @@
 """WeatherBench2's recipe against loops in plain Python, its storage, and the climatology as a forecast."""
 
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -153,10 +154,13 @@ def test_ranks_share_the_work_and_a_killed_one_continues(ranks, years, path, tmp
     with monkeypatch.context() as patch:
         patch.setattr(module, "day_sums", lambda *each: calls.append(each[1:4:2]) or whole(*each))
         compute_on_ranks(years[1].path, tmp_path / "killed.zarr")
+    shutil.copytree(tmp_path / "killed.zarr", tmp_path / "torn.zarr")  # killed while it was created
+    shutil.rmtree(tmp_path / "torn.zarr/2m_temperature")
+    compute_on_ranks(years[1].path, tmp_path / "torn.zarr")
     assert calls == [(["geopotential:500"], [0]), (["2m_temperature"], [0]), (["geopotential:500"], [12])] + [
         (["2m_temperature"], [12])
     ]
-    for name in ("two", "killed"):
+    for name in ("two", "killed", "torn"):
         xr.testing.assert_equal(xr.open_zarr(tmp_path / f"{name}.zarr"), xr.open_zarr(path))
         assert not (tmp_path / f"{name}.zarr/done").exists()
 

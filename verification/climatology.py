@@ -82,7 +82,8 @@ def compute_climatology(
     hours, target = hours_of(archive.times[dates]), Path(path)
     by_day = covers_a_year(archive.times[dates])
     rank, ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
-    if rank == 0 and not (fingerprint and stored_fingerprint(target) == fingerprint):
+    is_begun = (target / DONE).is_dir() and fingerprint and stored_fingerprint(target) == fingerprint
+    if rank == 0 and not is_begun:
         create_climatology(archive, variables, dates, path, fingerprint, by_day)
     if ranks > 1:
         dist.barrier()
@@ -115,7 +116,7 @@ def compute_climatology(
 def create_climatology(
     archive: Archive, variables: Sequence[str], dates: np.ndarray, path: str, fingerprint: str, by_day: bool
 ) -> None:
-    """Create a store without values, and the folder of marks in it."""
+    """Create a store without values, and at last the folder of marks in it."""
     times = archive.times[dates]
     axes = {"hour": np.asarray(hours_of(times))} | ({"dayofyear": np.arange(1, DAYS + 1)} if by_day else {})
     some_days = max(1, CHUNK_BYTES // (4 * archive.grid.shape[0] * archive.grid.shape[1]))
