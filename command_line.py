@@ -221,7 +221,8 @@ def _text_problem(text: str) -> str:
 
 def _convert_list(name: str, value: Any, items: tuple) -> tuple:
     if not isinstance(value, list | tuple):
-        example = "[1, 2]" if _unwrap(items[0])[0] in (int, float) else '["a", "b"]'
+        kind = _unwrap(items[0])[0]
+        example = "[1, 2]" if kind in (int, float) else "[[1, 2]]" if get_origin(kind) else '["a", "b"]'
         raise ConfigError(f"{name} = {format_value(value)}: a list expected, for example '{example}'")
     if items[-1] is not Ellipsis and len(value) != len(items):
         refuse(name, list(value), f"a list of {len(items)} expected, not of {len(value)}")

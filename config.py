@@ -59,6 +59,7 @@ AboveZero = Annotated[float, Range(0.0, LARGEST, above=True)]
 Width = Annotated[int, Range(1, 65_536)]
 Batch = Annotated[int, Range(1, 65_536)]
 Layers = Annotated[int, Range(1, 4_096)]
+Window = Annotated[int, Range(0, 65_536)]  # 0: the whole axis
 Ranks = Annotated[int, Range(1, 1_000_000)]
 Rest = Annotated[int, Range(-1, 1_000_000)]  # -1: what is left
 Hours = Annotated[int, Range(1, 100_000)]
@@ -186,6 +187,11 @@ class Model:
     position: Literal["learned", "sincos", "rotary"] = option(
         "learned",
         "ViT: a learned vector per token, sines, or rotation of queries and keys by row and column.",
+    )
+    attention_windows: tuple[tuple[Window, Window], ...] = option(
+        (),
+        "ViT: rows and columns of tokens that attend to each other, which blocks use in turn; 0: the whole "
+        "axis. []: all tokens attend to all; docs/models.md.",
     )
     qkv_bias: bool = option(True, "ViT: add a bias in the projection to queries, keys and values.")
     qk_norm: bool = option(

@@ -9,6 +9,7 @@ scaling          a power law of loss against FLOPs, from five [--widths 32 64]
 lora             adapters against training from nothing, and against all weights, on other dates
 rollout_training a stage of rollouts against one step trained for as many passes, on winds
 ten_days         the same on simulated weather to 240 h, with an ensemble
+windows          attention in windows against attention to all tokens, at equal steps and in equal time
 float8_loss      loss curves next to bf16's, seed by seed; fails if a mean is outside the spread of bf16's
 readme           writes the scores of the demo in outputs/demo into README.md, and its plots into docs/
 
@@ -384,6 +385,44 @@ def energy(path: Path) -> list[list[float]]:
     return [pair for pair in ends if np.isfinite(pair).all()]
 
 
+ALL, WINDOW_LEADS = "all tokens", (6, 24, 72)
+
+
+def windows(options: Options) -> int:
+    """RMSE of each choice of windows over that with all tokens, trained for as many steps and for as long."""
+    rows: list[Row] = []
+    for seed in range(options.seeds):
+        for name, task in LISTS["windows"].items():
+            if options.task in ("", name):
+                rows += compare_windows(options, name, task, seed)
+                record("windows", [row for row in rows if row["seed"] == seed and row["task"] == name])
+    columns = ["step seconds", *(f"{hours} h" for hours in WINDOW_LEADS)]
+    means = grouped(rows, ["task", "windows", "compared"], columns).mean().reset_index()
+    best = means.groupby(["task", "windows"])["6 h"].max().groupby("task").min()
+    print(f"\nthe best choice at 6 h, at equal steps and in equal time: {best.to_dict()} x")
+    return int((best > 1.01).any())
+
+
+def compare_windows(options: Options, name: str, task: Row, seed: int) -> list[Row]:
+    def measure(window: str, steps: int = 0) -> tuple[float, int, list[dict[str, float]]]:
+        changes = [*task["options"], leads(WINDOW_LEADS), f"--model.attention_windows={window}"]
+        found = train(options, task["config"], seed, *changes, *[f"--training.steps={steps}"] * (steps > 0))
+        seconds = [each["step_seconds"] for each in found if "step_seconds" in each]
+        return statistics.median(seconds), len(seconds), [rmse(found[-1], hours) for hours in WINDOW_LEADS]
+
+    whole, steps, expected = measure("[]")
+    rows: list[Row] = [{"windows": ALL, "compared": "", "step seconds": whole}]
+    for choice, window in task["choices"].items():
+        seconds, _, errors = measure(window)
+        _, _, in_time = measure("[]", round(steps * seconds / whole))
+        for compared, others in (("equal steps", expected), ("equal time", in_time)):
+            ratios = [mean_ratio(*pair) for pair in zip(errors, others, strict=True)]
+            scores = {f"{hours} h": ratio for hours, ratio in zip(WINDOW_LEADS, ratios, strict=True)}
+            rows.append({"windows": choice, "compared": compared, "step seconds": seconds} | scores)
+        print(name, seed, rows[-2], rows[-1], flush=True)
+    return [{"task": name, "seed": seed, "steps": steps} | row for row in rows]
+
+
 WINDOW = 20  # steps that a loss is a mean of
 
 
@@ -432,7 +471,7 @@ def readme(options: Options) -> int:
     return 0
 
 
-COMMANDS = (time_to_skill, ablations, scaling, lora, rollout_training, ten_days, float8_loss, readme)
+COMMANDS = (time_to_skill, ablations, scaling, lora, rollout_training, ten_days, windows, float8_loss, readme)
 
 
 def main() -> int:

@@ -1,6 +1,7 @@
 """A training step of Rossby against the NERSC tutorial's and timm's ViT, on this machine's CPU.
 
     .venv/bin/python benchmarks/step_time.py --tutorial DIR [--dims 384 768] [--alternations 7]
+    .venv/bin/python benchmarks/step_time.py windows [--tokens 2048 8192]
 
 DIR holds github.com/NERSC/sc24-dl-tutorial (networks/, utils/); timm has to be importable, or it is left out.
 The tutorial's task: 20 channels on 64 x 128, patch 8, 12 blocks, 8 heads, batch 16, its relative L2 loss; a
@@ -8,13 +9,20 @@ step goes from fields to updated weights. The tutorial's step is as its authors 
 backward, for-loop Adam, loss.item(). Rossby's cuts fields into patches, clips, and uses fused AdamW; its
 process keeps freed memory, as train.py's does. Rossby and the others have processes of their own and take
 turns; medians. Ends with 1 above what is asked: 0.90 x in float32 and 0.50 x in bf16 of either.
+
+windows: one block, forward and backward, in bands of rows, strips of columns and squares against all tokens,
+in turn. Ends with 1 if bands and strips together are not 1.3 x as fast at 2,048 tokens and 2 x at 8,192.
 """
 
+import argparse
 import importlib.util
+import math
 import os
 import statistics
 import sys
 from collections.abc import Callable
+from functools import partial
+from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -27,7 +35,10 @@ from torch import Tensor, nn
 from benchmarks.random_run import RandomRun
 from benchmarks.results_file import clock, in_turns, parse, record, table
 from config import Compile, Config, Model, Optimizer, Training
+from models.attention import preferred_backend, use_backend
 from models.embeddings import unpatchify
+from models.initialization import init_weights
+from models.vit import VisionTransformer
 from planning.architecture import vit_architecture
 from tests.distributed import Ranks
 from training.batches import Batch
@@ -138,8 +149,58 @@ def time_step(name: str) -> float:
     return clock(STEPS[name])
 
 
+WINDOW_COLUMNS = {"tokens": ">6", "dtype": ">10", "window": ">10", "attended": ">9", "seconds": ">9.3f"}
+WINDOW_COLUMNS |= {"faster": ">8.2f"}
+FASTER = {2048: 1.3, 8192: 2.0}  # asked of bands and strips, one after the other
+
+
+def compare_windows(tokens: int, dtype: str, dim: int, alternations: int) -> list[dict[str, Any]]:
+    """Time blocks on h x 2 h tokens: an eighth of the rows, or of the columns, or a fourth of both."""
+    rows = math.isqrt(tokens // 2)
+    shapes = {"all": (0, 0), "bands": (rows // 8, 0), "strips": (0, rows // 4)}
+    shapes["squares"] = (rows // 4, rows // 2)
+    x = torch.randn(1, tokens, dim, generator=torch.Generator().manual_seed(0)).requires_grad_()
+
+    def step(block: nn.Module) -> float:
+        with torch.autocast("cpu", torch.bfloat16, enabled=dtype == "bfloat16"):
+            return clock(lambda: block(x).sum().backward())
+
+    steps, attended = {}, {}
+    for name, window in shapes.items():
+        settings = Model("vit", (1, 1), dim, 1, 12, attention_windows=(window,))
+        model = VisionTransformer(1, 1, (rows, 2 * rows), settings)
+        init_weights(model, 0)
+        attended[name] = math.prod(model.windows[0])
+        use_backend(model, preferred_backend(x.device, getattr(torch, dtype), attended[name], dim // 12))
+        steps[name] = partial(step, model.blocks["0"])
+    seconds = {name: statistics.median(found) for name, found in in_turns(alternations, steps, 1).items()}
+    same = {"tokens": tokens, "dtype": dtype}
+    results = [same | {"window": n, "attended": attended[n], "seconds": seconds[n]} for n in steps]
+    return [row | {"faster": seconds["all"] / row["seconds"]} for row in results]
+
+
+def windows(options: argparse.Namespace) -> int:
+    torch.set_num_threads(os.cpu_count() or 2)
+    retain_memory(torch.device("cpu"))
+    rows, missed = [], 0
+    for tokens, dtype in product(options.tokens, options.dtypes):
+        found = compare_windows(tokens, dtype, options.dims[-1], options.alternations)
+        rows += found
+        both = 2 / sum(1 / row["faster"] for row in found if row["window"] in ("bands", "strips"))
+        missed += both < FASTER.get(tokens, 0.0)
+        print(f"{tokens} tokens, {dtype}: bands and strips {both:.2f} x as fast as all", flush=True)
+    record("step_time_windows", rows)
+    print(table(rows, **WINDOW_COLUMNS))
+    return int(missed > 0)
+
+
 def main() -> int:
-    options = parse(__doc__, tutorial="", dims=(384, 768), dtypes=tuple(LIMITS), alternations=7)
+    sizes: dict[str, Any] = {"dims": (384, 768), "dtypes": tuple(LIMITS), "tokens": tuple(FASTER)}
+    options = parse(__doc__, ("peers", "windows"), tutorial="", alternations=7, **sizes)
+    return windows(options) if options.command == "windows" else peers(options)
+
+
+def peers(options: argparse.Namespace) -> int:
     rows: list[dict[str, Any]] = []
     for dim in options.dims:
         for dtype in options.dtypes:

@@ -12,7 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from errors import ConfigError
+from config import Model
+from errors import ConfigError, refuse
 
 # FlashAttention-3 and -4: torch's name of the implementation, and the package that has the kernels.
 IMPLEMENTATIONS = {"flash3": ("FA3", "flash_attn_interface"), "flash4": ("FA4", "flash_attn.cute")}
@@ -125,3 +126,50 @@ class Kernel(nn.Module):
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return attention(q, k, v, self.backend)
+
+
+class WindowedKernel(nn.Module):
+    """Attention among the tokens of each window of the token grid (h, w): a reshape around a kernel.
+
+    window: its rows R and columns S, which divide h and w. Queries may have padded tokens at the end, which
+    attend to nothing and become zeros.
+    """
+
+    def __init__(self, inner: Kernel, token_shape: tuple[int, int], window: tuple[int, int]) -> None:
+        super().__init__()
+        (h, w), (rows, columns) = token_shape, window
+        self.inner, self.num_tokens = inner, h * w
+        self.split = (h // rows, rows, w // columns, columns)
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        out = self.inner(*map(self._to_windows, (q[:, :, : self.num_tokens], k, v)))  # (B', N, R S, E)
+        out = self._to_tokens(out, q.shape[0])  # (B, N, T, E)
+        padded = q.shape[2] - self.num_tokens
+        return F.pad(out, (0, 0, 0, padded)) if padded else out
+
+    # Both keep the heads of a token together in memory, as models/vit.py has them before and after.
+
+    def _to_windows(self, x: Tensor) -> Tensor:
+        """(B, N, T, E) -> (B', N, R S, E), B' = B h/R w/S."""
+        x = x.transpose(1, 2).unflatten(1, self.split)  # (B, h/R, R, w/S, S, N, E)
+        return x.transpose(2, 3).flatten(3, 4).flatten(0, 2).transpose(1, 2)
+
+    def _to_tokens(self, x: Tensor, batch: int) -> Tensor:
+        """(B', N, R S, E) -> (B, N, T, E)."""
+        above, rows, beside, columns = self.split
+        x = x.transpose(1, 2).unflatten(1, (rows, columns)).unflatten(0, (batch, above, beside))
+        return x.transpose(2, 3).flatten(1, 4).transpose(1, 2)
+
+
+def choose_windows(model: Model, token_shape: tuple[int, int]) -> list[tuple[int, int]]:
+    """Return the rows and columns of the window of each block. ConfigError: they do not divide the tokens."""
+    for window in model.attention_windows:
+        for size, count in zip(window, token_shape, strict=True):
+            if size and count % size:
+                near = sorted((n for n in range(1, count + 1) if count % n == 0), key=lambda n: abs(n - size))
+                reason = f"{size} does not divide the {count} of {token_shape[0]} x {token_shape[1]} tokens"
+                refuse("model.attention_windows", list(window), f"{reason}; the nearest: {near[:3]}")
+    shapes = [
+        (rows or token_shape[0], columns or token_shape[1]) for rows, columns in model.attention_windows
+    ]
+    return [(shapes or [token_shape])[i % max(len(shapes), 1)] for i in range(model.num_layers)]

@@ -44,6 +44,7 @@ class Registered:
 
 
 VIT_KEYS = ("patch_size", "dim", "num_layers", "num_heads", "mlp_dim", "position", "qkv_bias", "qk_norm")
+VIT_KEYS += ("attention_windows",)
 MODELS = {
     "vit": Registered(
         "a ViT", "models.vit:VisionTransformer", ("tp", "pp", *CONTEXT), ("width", "levels"), planned=True
@@ -100,6 +101,14 @@ def check_model(config: Config) -> None:
     _check_splits(config.parallelism, known)
     if known.has_tokens:
         _check_transformer(config.model)
+        method = config.parallelism.context_parallel_method
+        if (
+            config.model.attention_windows
+            and config.parallelism.context_parallel_degree > 1
+            and method != CONTEXT[0]
+        ):
+            reason = "has other tokens than those of a window on a rank, and model.attention_windows is set"
+            refuse("parallelism.context_parallel_method", method, f'{reason}; use "{CONTEXT[0]}"')
     else:
         _check_grid_model(config, known)
     if config.lora.enable:

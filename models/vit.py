@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from config import Model
-from models.attention import Kernel
+from models.attention import Kernel, WindowedKernel, choose_windows
 from models.embeddings import (
     Rotary,
     build_position,
@@ -138,6 +138,11 @@ class VisionTransformer(TokenModel):
         blocks = [Block(dim, model.num_heads, self.mlp_dim, drop=drop, **options) for drop in drops]
         # A dict, not a list: in a pipeline stage of blocks 6 to 11 they keep their names.
         self.blocks = nn.ModuleDict({str(i): block for i, block in enumerate(blocks)})
+        self.windows = choose_windows(model, self.token_shape)
+        self.kinds_of_blocks = len(set(self.windows))
+        for block, window in zip(blocks, self.windows, strict=True):
+            if window != self.token_shape:
+                block.attention.kernel = WindowedKernel(block.attention.kernel, self.token_shape, window)
         if model.position == "rotary":
             for block in blocks:
                 block.attention.rotary = Rotary(self.token_shape, block.attention.head_dim, periodic)
@@ -170,15 +175,16 @@ class VisionTransformer(TokenModel):
 
     def flops(self) -> int:
         """Floating-point operations of one sample's forward pass; attention is not causal: no halving."""
-        return len(self.blocks) * self._block_flops() + sum(self._end_flops())
+        return self._blocks_flops() + sum(self._end_flops())
 
     def ends_in_blocks(self) -> tuple[float, float]:
-        embedding, head = self._end_flops()
-        return embedding / self._block_flops(), head / self._block_flops()
+        block, (embedding, head) = self._blocks_flops() / len(self.windows), self._end_flops()
+        return embedding / block, head / block
 
-    def _block_flops(self) -> int:
+    def _blocks_flops(self) -> int:
         t, d = self.num_tokens, self.dim
-        return 2 * t * (4 * d**2 + 2 * d * self.mlp_dim) + 4 * t**2 * d
+        linear = 2 * t * (4 * d**2 + 2 * d * self.mlp_dim)
+        return sum(linear + 4 * t * rows * columns * d for rows, columns in self.windows)
 
     def _end_flops(self) -> tuple[int, int]:
         values = 2 * self.num_tokens * self.dim * self.patch_size[0] * self.patch_size[1]

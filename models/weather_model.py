@@ -50,6 +50,7 @@ class TokenModel(WeatherModel):
 
     dim: int
     num_tokens: int
+    windows: Sequence[tuple[int, int]] = ()  # rows and columns of tokens that each block attends in, or all
     patch_embedding: nn.Linear
     position: nn.Module
     norm: nn.Module

@@ -4,6 +4,7 @@ Shapes: T tokens of a sample, D width, M hidden width of the MLP.
 """
 
 import math
+import statistics
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -31,6 +32,8 @@ class Architecture:
     last: Shapes = field(hash=False)  # parameters after the last block
     qk_norm: bool = False
     rotary: bool = False  # queries and keys are rotated by row and column: models/embeddings.py
+    attended: tuple[int, ...] = ()  # tokens of a window, of each block that has windows
+    copied: float = 0.0  # part of the blocks whose windows are copied together: those that cut rows
 
     @property
     def head_dim(self) -> int:
@@ -61,9 +64,14 @@ class Architecture:
         """FLOPs of one sample and block, forward: every token passes through each matrix."""
         return 2.0 * self.tokens * self.matrix_parameters
 
+    @property
+    def attended_tokens(self) -> float:
+        """Tokens that a token attends to, the mean of the blocks."""
+        return statistics.mean(self.attended or (self.tokens,))
+
     def attention_flops(self) -> float:
-        """FLOPs of one sample and block, forward: two products of T x T x D."""
-        return 4 * self.tokens**2 * self.dim
+        """FLOPs of one sample and block, forward: two products of T x T x D, with windows of fewer."""
+        return 4 * self.tokens * self.attended_tokens * self.dim
 
     def flops(self) -> float:
         """Floating-point operations of one sample's forward pass; a training step has 3 x as many."""
@@ -97,6 +105,9 @@ def architecture_of(
     model: Model, grid_shape: tuple[int, int], in_channels: int, out_channels: int
 ) -> Architecture:
     """Return the shapes of the configured ViT on a grid."""
+    from models.attention import choose_windows  # here: they take torch's seconds
+    from models.embeddings import token_grid
+
     built = build_model(
         replace(model, num_layers=1), out_channels, in_channels - out_channels, grid_shape, True
     )
@@ -105,10 +116,14 @@ def architecture_of(
     first = {name: s for name, s in shapes.items() if name.startswith(("patch_embedding.", "position."))}
     last = {name: s for name, s in shapes.items() if name.startswith(("norm.", "head."))}
     cells = math.prod(model.patch_size)
-    tokens = math.prod(math.ceil(n / p) for n, p in zip(grid_shape, model.patch_size, strict=True))
+    token_shape = token_grid(grid_shape, model.patch_size)
     features = (in_channels * cells, out_channels * cells)
-    options = {"qk_norm": model.qk_norm, "rotary": model.position == "rotary"}
-    shape = (tokens, model.dim, model.num_layers, model.num_heads, *features)
+    options: dict[str, Any] = {"qk_norm": model.qk_norm, "rotary": model.position == "rotary"}
+    if model.attention_windows:
+        windows = choose_windows(model, token_shape)
+        options["attended"] = tuple(math.prod(window) for window in windows)
+        options["copied"] = statistics.mean(columns < token_shape[1] for _, columns in windows)
+    shape = (math.prod(token_shape), model.dim, model.num_layers, model.num_heads, *features)
     return Architecture(*shape, block, first, last, **options)
 
 

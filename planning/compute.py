@@ -5,7 +5,7 @@ this machine for the very shape.
 """
 
 import statistics
-from collections import defaultdict
+from collections import Counter, defaultdict
 
 from parallelisms.degrees import Degrees
 from planning import constants
@@ -69,10 +69,13 @@ def linear_seconds(work: Workload, rates: Rates, backward: bool) -> Times:
 
 
 def attention_seconds(work: Workload, rates: Rates, backward: bool) -> float:
-    """Over all tokens of a sample; context parallelism shards heads, or queries: the same work."""
-    model, heads = work.model, max(work.model.heads // work.degrees.tp, 1)
-    shape = (work.states_at_once, heads, model.tokens, model.head_dim)
-    return rates.attention_seconds(*shape, work.dtype, backward, work.attention) / work.degrees.cp
+    """Of a block, the mean of all; context parallelism shards heads, or queries: the same work."""
+    model, heads, seconds = work.model, max(work.model.heads // work.degrees.tp, 1), 0.0
+    blocks = Counter(model.attended or (model.tokens,))
+    for attended, number in blocks.items():
+        shape = (work.states_at_once * (model.tokens // attended), heads, attended, model.head_dim)
+        seconds += number * rates.attention_seconds(*shape, work.dtype, backward, work.attention)
+    return seconds / blocks.total() / work.degrees.cp
 
 
 def elementwise_units(work: Workload, backward: bool) -> dict[str, float]:
@@ -93,10 +96,11 @@ def exchange_units(work: Workload, backward: bool) -> float:
 
     DTensor gathers into the first dim and moves tokens to the second (torch's _maybe_view_chunk_cat), and
     back before it scatters. ulysses stacks q, k and v, puts them and the output in the order of ranks, then
-    of tokens; all_gather does so with keys and values. The ring adds up its parts in float32.
+    of tokens; all_gather does so with keys and values. The ring adds up its parts in float32. Windows that
+    cut rows are copied together, q, k, v and the output.
     """
     cp, tp = work.degrees.cp, work.degrees.tp
-    copied = 8.0 * tp * (tp > 1 and work.states_at_once > 1)
+    copied = 8.0 * tp * (tp > 1 and work.states_at_once > 1) + 8 * work.model.copied
     if cp == 1:
         return copied
     keys = (work.model.qkv_features / work.model.dim - 1) / 2  # fewer than queries where these share them

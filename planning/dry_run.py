@@ -78,6 +78,10 @@ def mib(size: int) -> str:
 
 def dry_run(config: Config, world_size: int, grid: Grid, num_variables: int) -> DryRun:
     """One step of `config` on `world_size` ranks, as written: the compiler knows no tracker of memory."""
+    backend = config.model.attention_backend.replace(
+        "auto", "sdpa"
+    )  # not a CPU's choice, "math" for few tokens
+    config = replace(config, model=replace(config.model, attention_backend=backend))
     config = replace(config, compile=replace(config.compile, enable=False))
     warnings.filterwarnings("ignore", category=UserWarning)  # torch's about fake groups
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world_size)

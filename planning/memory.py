@@ -275,7 +275,9 @@ def block_activations(work: Workload, mode: str) -> float:
     if work.method == "all_gather" and exchanged:  # keys and values of all ranks instead
         exchanged = (qkv - 1) * work.degrees.cp
         qkv = 0 if model.rotary else qkv  # which are rotated before, and queries with them
-    units = 1 + qkv + normed(work) + 1 + exchanged + 1 + 2 * hidden
+    if model.rotary:  # windows are copies of what was rotated, and of values
+        qkv *= 1 - model.copied
+    units = 1 + qkv + normed(work) + 1 + model.copied + exchanged + 1 + 2 * hidden
     return s * units + 2 * s * tp + scores_bytes(work) + sums
 
 
@@ -288,10 +290,12 @@ def normed(work: Workload) -> int:
 
 
 def scores_bytes(work: Workload) -> float:
-    """The "math" kernel keeps T x T numbers a head, but computes them again around a ring."""
+    """The "math" kernel keeps T numbers a token and head, but computes them again around a ring."""
     if work.attention != "math" or (work.degrees.cp > 1 and work.method == "ring"):
         return 0
-    return work.states_at_once * work.model.heads * work.rank_tokens * work.model.tokens * work.itemsize
+    return (
+        work.states_at_once * work.model.heads * work.rank_tokens * work.model.attended_tokens * work.itemsize
+    )
 
 
 def recomputed(work: Workload) -> float:

@@ -308,6 +308,8 @@ MODEL_KEYS = (
 )  # what a layout does not change
 ODD = (12, 12)  # 9 tokens: neither 2 nor 4 divides them
 ROTARY = (("position", "rotary"),)
+WINDOWS = (("attention_windows", ((2, 0), (0, 4), (0, 0))),)  # of 4 x 8 tokens
+LINES = (("attention_windows", ((1, 0), (0, 1))),)
 OTHER = (("qk_norm", True), ("position", "sincos"), ("qkv_bias", False))
 
 
@@ -487,6 +489,28 @@ TURNED = {
     "rotary, pp 2 x ring 2": Layout(4, pp(**cp("ring")), model=ROTARY),
 }
 TABLE |= TURNED
+WINDOWED = {
+    "windows, accumulation 2": Layout(1, accumulation=2, model=WINDOWS),
+    "windows, ac selective": Layout(1, activation_checkpoint="selective", model=WINDOWS),
+    "windows, ac full": Layout(1, activation_checkpoint="full", model=WINDOWS),
+    "windows, fsdp 2": Layout(2, model=WINDOWS),
+    "windows, fsdp 2, compile": Layout(2, compile="inductor", model=WINDOWS),
+    "windows, fsdp 2, bf16": Layout(2, dtype="bfloat16", model=WINDOWS),
+    "windows, fsdp 2, float8": Layout(2, float8=True, model=WINDOWS),
+    "windows, tp 2": Layout(2, tp(), model=WINDOWS),
+    "windows, tp 2, odd tokens": Layout(2, tp(), grid=ODD, model=LINES),
+    "windows, ulysses 2": Layout(2, cp(), model=WINDOWS),
+    "windows, rotary, ulysses 2, odd tokens": Layout(2, cp(), grid=ODD, model=(*ROTARY, *LINES)),
+    "windows, pp 2, 1f1b": Layout(2, pp(), model=WINDOWS),
+    "windows, pp 2, zbv zero-bubble": Layout(2, pp("ZBVZeroBubble"), model=WINDOWS),
+    "windows, rollout 4, fsdp 2": Layout(2, rollout=4, model=WINDOWS),
+    "windows, rollout 2, crps, tp 2": Layout(2, tp(), rollout=2, members=3, model=WINDOWS),
+    "windows, lora, fsdp 2": Layout(2, lora=True, model=WINDOWS),
+    "windows, fsdp 2 x tp 2": Layout(4, tp(), model=WINDOWS),
+    "windows, ulysses 2 x tp 2, math": Layout(4, cp(**tp()), model=(*WINDOWS, ("attention_backend", "math"))),
+    "windows, pp 2 x ulysses 2": Layout(4, pp(**cp()), model=WINDOWS),
+}
+TABLE |= WINDOWED
 ENSEMBLES = {
     "crps, accumulation 2": Layout(1, accumulation=2, members=4),
     "crps, ac full": Layout(1, activation_checkpoint="full", members=4),
@@ -607,7 +631,15 @@ COMPILED = [
     "all-gather 2 x tp 2",
     "ring 2 x tp 2, odd tokens",
 ]
-COMPILED += [*ROLLOUT, *HISTORY, *TURNED, *ENSEMBLES, *CONSERVING, *ADAPTED]
+COMPILED += [
+    *ROLLOUT,
+    *HISTORY,
+    *TURNED,
+    *(name for name in WINDOWED if "compile" not in name),
+    *ENSEMBLES,
+    *CONSERVING,
+    *ADAPTED,
+]
 TABLE |= {f"{name}, compile": replace(TABLE[name], compile="aot_eager") for name in COMPILED}
 FAST = [
     "zero-1 1",
@@ -635,6 +667,9 @@ FAST = [
     "ring 2, math, odd tokens",
     "ring 2, bf16 on the way",
     "ring 2, compile",
+    "windows, tp 2, odd tokens",
+    "windows, rotary, ulysses 2, odd tokens, compile",
+    "windows, pp 2, 1f1b",
     "pp 2, 1f1b",
     "pp 2, interleaved",
     "pp 2, zbv zero-bubble",

@@ -6,7 +6,14 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from models.attention import FLASH4, attention, check_backend, preferred_backend
+from models.attention import (
+    FLASH4,
+    Kernel,
+    WindowedKernel,
+    attention,
+    check_backend,
+    preferred_backend,
+)
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
 
@@ -46,6 +53,26 @@ def test_kernels_of_a_cpu_agree_with_float64(dtype):
     for backend in ("sdpa", "math", "auto"):
         found = attention(q.to(dtype), k.to(dtype), v.to(dtype), backend)
         assert (found.double() - exact).abs().max() < (1e-5 if dtype == torch.float32 else 0.05)
+
+
+@pytest.mark.parametrize("window", [(2, 8), (4, 2), (2, 4), (1, 1)])
+@pytest.mark.parametrize("backend", ["sdpa", "math"])
+def test_a_token_attends_to_those_of_its_window(window, backend):
+    """Against all tokens with a mask in float64, of 4 x 8 tokens and 3 padded ones; q, k, v as the ViT's."""
+    torch.manual_seed(0)
+    q, k, v = torch.randn(2, 35, 3, 3, 16).permute(3, 0, 2, 1, 4).unbind(0)
+    k, v = (x[:, :, :32].requires_grad_() for x in (k, v))
+    found = WindowedKernel(Kernel(backend), (4, 8), window)(q, k, v)
+    rows, columns = torch.arange(32) // 8 // window[0], torch.arange(32) % 8 // window[1]
+    apart = (rows[:, None] != rows) | (columns[:, None] != columns)
+    scores = q[:, :, :32].double() @ k.double().mT / math.sqrt(16)
+    exact = scores.masked_fill(apart, -math.inf).softmax(-1) @ v.double()
+    assert found.shape == q.shape and not found[:, :, 32:].any()
+    torch.testing.assert_close(found[:, :, :32].double(), exact, rtol=1e-5, atol=1e-6)
+    weights = torch.randn(2, 3, 32, 16)
+    expected = torch.autograd.grad((exact * weights).sum(), (k, v))
+    got = torch.autograd.grad((found[:, :, :32] * weights).sum(), (k, v))
+    torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-6)
 
 
 @pytest.mark.parametrize("backend", ["cudnn", "flash3", "flash4", "flash_attn"])

@@ -39,6 +39,8 @@ SLOW = [
     ("verification_speed --dates 4 --levels 1", "memory from 1 to 4", (0, 1)),
     ("trainer_overhead --rounds=1 --steps=20 --dim=12", "asked", (0, 1)),
     ("trainer_overhead fingerprints --rounds 2", "tp 2", (0,)),
+    (f"skill windows --seeds=1 --task=simulated {SHORT}", "x", (0, 1)),
+    ("step_time windows --tokens 128 --alternations 1", "128", (0,)),
     (f"skill scaling --steps=4 --widths 16 32 48 {SHORT}", "FLOPs^", (0,)),
     (f"skill time_to_skill --seeds=1 --task=simulated {SHORT}", "missed", (1,)),
 ]

@@ -75,7 +75,9 @@ def test_a_link_to_the_door_leads_to_the_project(elsewhere: Path) -> None:
 )
 def test_verbs_from_another_folder(elsewhere: Path, verb: str, arguments: str, said: str) -> None:
     done = call(verb, *arguments.split())
-    assert done.returncode == 2 and len(done.stderr.splitlines()) == 1, done.stderr
+    # With torch 2.15 Triton's nanobind adds, as Python ends, what it takes for leaks.
+    lines = done.stderr.partition("nanobind: leaked")[0].splitlines()
+    assert done.returncode == 2 and len(lines) == 1, done.stderr
     assert said in done.stderr
 
 

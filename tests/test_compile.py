@@ -73,6 +73,17 @@ def test_one_compilation_for_all_blocks(mode: str, options: dict) -> None:
 
 
 @pytest.mark.parametrize("mode", MODES)
+def test_one_compilation_for_each_shape_of_windows(mode: str) -> None:
+    windows = ((2, 0), (0, 2), (2, 2), (0, 0))
+    model, graphs = build(10, mode, attention_windows=windows), CompileCounterWithBackend("aot_eager")
+    apply_compile(model, backend=graphs)
+    step(model)
+    with torch.no_grad():
+        model.eval()(patches())
+    assert graphs.frame_count == 2 * 4
+
+
+@pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("backend", ("sdpa", "math"))
 def test_numbers_are_those_of_eager(mode: str, backend: str) -> None:
     model = build(mode=mode, attention_backend=backend)

@@ -22,7 +22,7 @@ from training.bad_steps import BadSteps
 from training.gradients import LossScaler
 from training.optimizers.build import build_adamw
 from training.state import Progress, TrainState
-from training.step import Run, update_weights
+from training.step import update_weights
 
 HALF = torch.bfloat16
 BUILT = torch.backends.cuda.is_built()
@@ -90,9 +90,10 @@ def test_an_update_whose_gradients_are_on_the_host(
     bad_steps = BadSteps(Training(spike_threshold=spike_threshold), device)
     state = TrainState({"weight": parameter}, optimizer, LossScaler(False), None, Progress(), bad_steps)
     model = SimpleNamespace(parameters={"weight": parameter}, pipeline_group=None, after_update=lambda: None)
-    parts: Any = (SimpleNamespace(model=model), None, state, lambda step: 1e-3, 1.0, None, None, None)
+    run: Any = SimpleNamespace(assembly=SimpleNamespace(model=model), state=state, max_norm=1.0)
+    run.learning_rate, run.checkpointer = lambda step: 1e-3, None
     loss = torch.empty((), device=device)
-    norm = update_weights(Run(*parts), 1, loss)
+    norm = update_weights(run, 1, loss)
     assert norm.device == loss.device  # training/metrics.py stacks them
     assert optimizer.found_inf.device == host  # type: ignore[attr-defined]
     assert {tensor.device.type for tensor in bad_steps.window.values()} == {"cuda"}

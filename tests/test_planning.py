@@ -34,7 +34,10 @@ def configuration(**options: str):
     return load_checked([f"--{key}={value}" for key, value in (BASE | SMALL | named).items()])
 
 
-@pytest.mark.parametrize("options", [{}, {"model.qk_norm": "true"}, {"model.qkv_bias": "false"}])
+WINDOWS = {"model.attention_windows": "[[4, 0], [0, 4]]"}
+
+
+@pytest.mark.parametrize("options", [{}, {"model.qk_norm": "true"}, {"model.qkv_bias": "false"}, WINDOWS])
 def test_shapes_are_those_of_the_model(options):
     config = configuration(**{"model.position": "learned", **options})
     model = build_model(config.model, 7, 2, GRID, True)
@@ -69,6 +72,12 @@ LAYOUTS = [
     (1, {"model.position": "rotary"}),
     pytest.param(2, {"model.position": "rotary", "parallelism.context_parallel_degree": "2"}, marks=SLOW),
     (2, RING | {"model.position": "rotary"}),
+    (1, WINDOWS),
+    (2, WINDOWS | {"model.attention_backend": "math"}),
+    (1, WINDOWS | {"activation_checkpoint.mode": "selective"}),
+    (1, WINDOWS | {"model.position": "rotary"}),
+    (1, WINDOWS | {"model.attention_backend": "auto", "training.mixed_precision_param": "bfloat16"}),
+    (2, WINDOWS | {"parallelism.context_parallel_degree": "2"}),
     (2, PIPELINE | {"training.rollout_steps": "[2]"}),
     (4, PIPELINE | {"parallelism.pipeline_parallel_schedule": "Interleaved1F1B"}),
     (2, PIPELINE | {"parallelism.pipeline_parallel_schedule": "InterleavedZeroBubble"}),

@@ -62,7 +62,7 @@ def test_every_key_of_a_model_is_part_of_its_identity() -> None:
 
 
 OTHER: dict[str, Any] = {"patch_size": (2, 2), "dim": 64, "num_layers": 3, "num_heads": 4, "mlp_dim": 8}
-OTHER |= {"position": "rotary", "qkv_bias": False, "qk_norm": True}
+OTHER |= {"position": "rotary", "qkv_bias": False, "qk_norm": True, "attention_windows": ((0, 1),)}
 OTHER |= {"width": 8, "levels": 1}
 
 
@@ -103,6 +103,18 @@ def test_what_a_model_has_no_plan_for_is_refused(monkeypatch, layout: dict, mess
         data=Data(variables=("2m_temperature",)), model=Model(toy), parallelism=Parallelism(**layout)
     )
     with pytest.raises(ConfigError, match=message):
+        check(config)
+
+
+@pytest.mark.parametrize("method", ["ring", "all_gather"])
+def test_windows_need_all_tokens_of_a_head(monkeypatch, method: Any) -> None:
+    monkeypatch.setenv("NGPU", "2")
+    config = Config(
+        data=Data(variables=("2m_temperature",)),
+        model=Model(attention_windows=((4, 0),)),
+        parallelism=Parallelism(context_parallel_degree=2, context_parallel_method=method),
+    )
+    with pytest.raises(ConfigError, match=f"context_parallel_method = '{method}'.*ulysses"):
         check(config)
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from config import Compile, Config, Parallelism
+from config import Compile, Config, Model, Parallelism
 from datasets.channels import Channels
 from datasets.grid import area_weights, global_grid
 from parallelisms.mesh import mesh_of
@@ -38,6 +38,11 @@ def load(path: Path, monkeypatch: pytest.MonkeyPatch) -> Config:
     return config
 
 
+def with_smaller_windows(model: Model) -> Model:
+    windows = tuple((rows // 4, columns // 4) for rows, columns in model.attention_windows)
+    return dataclasses.replace(model, attention_windows=windows)
+
+
 def reduced(config: Config) -> Config:
     """The configuration for one rank, with a small model and short rollouts."""
     training = dataclasses.replace(
@@ -51,6 +56,7 @@ def reduced(config: Config) -> Config:
     model = dataclasses.replace(
         config.model, patch_size=(2, 4), dim=32, num_layers=2, num_heads=2, mlp_dim=0, width=8, levels=2
     )
+    model = with_smaller_windows(model)
     return dataclasses.replace(
         config, training=training, model=model, parallelism=Parallelism(), compile=Compile()
     )
@@ -88,6 +94,7 @@ def test_a_dry_run_of_the_largest(monkeypatch, path: Path) -> None:
     """Of two of the blocks; one rank has no more parameters than all ranks together."""
     config, ranks = load(path, monkeypatch), ranks_of(path)
     monkeypatch.setenv("WORLD_SIZE", str(ranks))
-    small = dataclasses.replace(config, model=dataclasses.replace(config.model, num_layers=2))
+    model = with_smaller_windows(dataclasses.replace(config.model, num_layers=2))
+    small = dataclasses.replace(config, model=model)
     found = dry_run(small, ranks, global_grid((64, 128)), len(Channels.of(config.data).predicted))
     assert 0 < found.parameters <= found.total_parameters and found.peak["Total"] > found.parameters

@@ -9,6 +9,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from config import Model
+from errors import ConfigError
 from models.attention import attention
 from models.embeddings import (
     Rotary,
@@ -59,11 +60,33 @@ def test_vit1b_with_4096_tokens_and_with_12_heads():
 
 
 @pytest.mark.parametrize("grid", [(8, 16), (9, 14)])
-def test_flops_are_what_torch_counts(grid):
-    model = build(grid, attention_backend="math")
+@pytest.mark.parametrize("windows", [(), ((1, 0), (0, 2), (0, 0)), ((1, 2),)])
+def test_flops_are_what_torch_counts(grid, windows):
+    model = build(grid, layers=4, attention_backend="math", attention_windows=windows)
     with FlopCounterMode(display=False) as counter:
         model.predict(torch.randn(1, 5, *grid))
     assert counter.get_total_flops() == model.flops()
+
+
+def test_windows_of_all_tokens_are_no_windows():
+    x, models = torch.randn(2, 5, 8, 16), [build(), build(attention_windows=((0, 0), (2, 4)))]
+    assert torch.equal(*(model.predict(x) for model in models))
+    bands, strips = (build(layers=1, attention_windows=(window,)) for window in ((1, 0), (0, 1)))
+    assert not any(torch.equal(build(layers=1).predict(x), model.predict(x)) for model in (bands, strips))
+
+
+def test_after_two_blocks_every_token_has_seen_all():
+    """Bands, then strips: every cell of the input influences one of the output; of bands alone, a half."""
+    x = torch.randn(1, 5, 8, 16, requires_grad=True)
+    for windows, reached in [(((1, 0), (0, 1)), 1.0), (((1, 0),), 0.5)]:
+        (gradient,) = torch.autograd.grad(build(attention_windows=windows).predict(x)[..., 0, 0].sum(), x)
+        assert (gradient.abs().amax(dim=1) > 0).double().mean() == reached
+
+
+@pytest.mark.parametrize("window", [(3, 0), (0, 5), (3, 3)])
+def test_windows_that_do_not_divide_the_tokens_are_refused(window):
+    with pytest.raises(ConfigError, match="model.attention_windows"):
+        build((32, 64), attention_windows=((2, 0), window))
 
 
 @pytest.mark.parametrize("grid", [(181, 36), (7, 10)])

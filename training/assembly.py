@@ -1,6 +1,7 @@
 """From a configuration to what computes: one assembly for training, forecasts, dry runs and tests."""
 
 import logging
+import math
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -95,7 +96,8 @@ def assemble(
         backend = config.model.attention_backend
         if backend == "auto":
             head_dim = config.model.dim // config.model.num_heads
-            backend = preferred_backend(device, dtype, meta_model.num_tokens, head_dim)
+            attended = max(map(math.prod, meta_model.windows), default=meta_model.num_tokens)
+            backend = preferred_backend(device, dtype, attended, head_dim)
         use_backend(meta_model, backend)
     recipe = Recipe(
         config.parallelism,
