@@ -62,7 +62,7 @@ def language_model(
     kv_heads: int = 0,
     qkv_bias: bool = True,
     learned_position: bool = False,
-    **kind: bool,
+    **kind: Any,
 ) -> LanguageModel:
     """kv_heads: of keys and values, 0: as many as of queries. Tokens are looked up in a table."""
     biases = kind.get("biases", True)

@@ -135,7 +135,7 @@ class WindowedKernel(nn.Module):
     attend to nothing and become zeros.
     """
 
-    def __init__(self, inner: Kernel, token_shape: tuple[int, int], window: tuple[int, int]) -> None:
+    def __init__(self, inner: nn.Module, token_shape: tuple[int, int], window: tuple[int, int]) -> None:
         super().__init__()
         (h, w), (rows, columns) = token_shape, window
         self.inner, self.num_tokens = inner, h * w

@@ -50,7 +50,7 @@ class Attention(nn.Module):
         self.q_norm = LayerNorm(self.head_dim, eps=NORM_EPS) if qk_norm else nn.Identity()
         self.k_norm = LayerNorm(self.head_dim, eps=NORM_EPS) if qk_norm else nn.Identity()
         self.rotary: Rotary | None = None
-        self.kernel = Kernel(backend)
+        self.kernel: nn.Module = Kernel(backend)  # or what a layout or windows put around it
         self.projection = nn.Linear(dim, dim)
 
     def forward(self, tokens: Tensor) -> Tensor:

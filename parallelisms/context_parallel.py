@@ -25,7 +25,7 @@ from parallelisms.token_shards import TokenShards
 class TrimmedKernel(nn.Module):
     """Attention without padded keys: for tokens that tensor parallelism alone does not divide."""
 
-    def __init__(self, inner: Kernel, num_tokens: int) -> None:
+    def __init__(self, inner: nn.Module, num_tokens: int) -> None:
         super().__init__()
         self.inner, self.num_tokens = inner, num_tokens
 
@@ -36,7 +36,7 @@ class TrimmedKernel(nn.Module):
 class UlyssesKernel(TrimmedKernel):
     """Exchanges tokens for heads, attends over the whole sequence, exchanges back (Jacobs et al. 2023)."""
 
-    def __init__(self, inner: Kernel, num_tokens: int, group: dist.ProcessGroup) -> None:
+    def __init__(self, inner: nn.Module, num_tokens: int, group: dist.ProcessGroup) -> None:
         super().__init__(inner, num_tokens)
         self.group = group
 
@@ -68,7 +68,7 @@ def _exchange(parts: Tensor, group: dist.ProcessGroup) -> Tensor:
 class AllGatherKernel(TrimmedKernel):
     """Gathers keys and values; queries stay."""
 
-    def __init__(self, inner: Kernel, num_tokens: int, group: dist.ProcessGroup) -> None:
+    def __init__(self, inner: nn.Module, num_tokens: int, group: dist.ProcessGroup) -> None:
         super().__init__(inner, num_tokens)
         self.group = group
 
@@ -83,7 +83,7 @@ class RingKernel(nn.Module):
     """Passes keys and values from rank to rank; see parallelisms/ring_attention.py."""
 
     def __init__(
-        self, inner: Kernel, num_tokens: int, group: dist.ProcessGroup, reduce_dtype: torch.dtype
+        self, inner: nn.Module, num_tokens: int, group: dist.ProcessGroup, reduce_dtype: torch.dtype
     ) -> None:
         super().__init__()
         self.inner, self.num_tokens = inner, num_tokens
@@ -110,10 +110,10 @@ def apply_context_parallel(
             kernel = RingKernel(*arguments, reduce_dtype)
         else:
             kernel = {"ulysses": UlyssesKernel, "all_gather": AllGatherKernel}[method](*arguments)
-        block.attention.kernel = kernel  # type: ignore[assignment]
+        block.attention.kernel = kernel
 
 
 def trim_padding(model: nn.Module, num_tokens: int) -> None:
     """Cut padded tokens off the keys of every block."""
     for block in blocks_of(model):
-        block.attention.kernel = TrimmedKernel(block.attention.kernel, num_tokens)  # type: ignore[assignment]
+        block.attention.kernel = TrimmedKernel(block.attention.kernel, num_tokens)
