@@ -44,6 +44,7 @@ class Archive(NamedFields):
         timed = [field for field in fields if field.times is not None]
         self.places = places_of(timed)
         self._static = places_of([field for field in fields if field.times is None])
+        self.variables, self.static_variables = list(self.places), list(self._static)
         axes = {id(field.times): field.times for field in timed}
         numbers = {key: number for number, key in enumerate(axes)}
         self._axes = [times for times in axes.values() if times is not None]
@@ -54,10 +55,6 @@ class Archive(NamedFields):
             names = ", ".join([*self._static, *self.unreadable][:6])
             raise DataError(f"cannot read {path!r}: nothing in it has a time axis with dates, only {names}")
         self._located: dict[tuple[int, ...], tuple[np.ndarray, np.ndarray]] = {}
-
-    @property
-    def static_variables(self) -> list[str]:
-        return list(self._static)
 
     def __repr__(self) -> str:
         span = f"{len(self.times)} dates {self.times[0]} .. {self.times[-1]}"

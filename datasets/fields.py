@@ -293,13 +293,9 @@ class NamedFields:
         self.path, self.unreadable = path, dict(unreadable or {})
         self.grid = _common_grid(path, fields, self.unreadable)
         self.places = places_of(fields)
-        self.names = list(self.places)
+        self.variables = self.names = list(self.places)
         dims = [(each, i) for each in fields for i, role in enumerate(each.roles) if not role]
         self.extra_dimensions = {each.dims[i]: each.raw.shape[i] for each, i in dims}
-
-    @property
-    def variables(self) -> list[str]:
-        return list(self.places)
 
     def find(self, name: str) -> list[tuple[Field, int]]:
         """Return where a variable is. Raises DataError with the reason or the nearest name."""

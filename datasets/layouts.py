@@ -24,14 +24,13 @@ from datasets.variables import (
     SHORT_NAMES,
     full_name,
     join_name,
+    plain_units,
     surface_or_level,
     unit_conversion,
 )
 from errors import ConfigError, DataError
 
-HECTOPASCALS = {"pa": 0.01, "pascal": 0.01, "pascals": 0.01, "kpa": 10.0, "bar": 1000.0} | dict.fromkeys(
-    ("", "hpa", "mb", "mbar", "millibar", "millibars", "hectopascal", "hectopascals"), 1.0
-)
+HECTOPASCALS = {"": 1.0, "hPa": 1.0, "Pa": 0.01, "kPa": 10.0, "bar": 1000.0}
 LABELLED = ("lead", "hour", "dayofyear")  # axes of forecasts and climatologies
 NO_PRESSURES = re.compile("hybrid|sigma|model.?level|height|depth|altitude")
 # NCAR's storm of January 1996 names p, t, u, v in every file. p is near 101,000 Pa also over the Rockies:
@@ -200,7 +199,7 @@ def _read_levels(file: OpenFile, name: str) -> list[int]:
     if name not in file.arrays:
         raise DataError(f"its dimension {name!r} has no coordinate with pressures")
     values, attrs = np.atleast_1d(file.fetch(name)).astype(np.float64), file.arrays[name].attrs
-    units = str(attrs.get("units", "")).strip().lower()
+    units = plain_units(str(attrs.get("units", "")))
     described = f"{attrs.get('standard_name', '')} {attrs.get('long_name', '')}".lower()
     if not units and (found := NO_PRESSURES.search(described)):
         raise DataError(f"its {name!r} is {described.strip()!r}, of {found[0]}: take pressure levels, in hPa")
