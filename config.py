@@ -443,7 +443,7 @@ class Validation:
     )
     plots: bool = option(
         True,
-        "Write plots of loss, errors, maps and spectra to plots/ after the last step, and to TensorBoard, "
+        "Write plots of loss, errors and maps to plots/ after the last step, and to TensorBoard, "
         "W&B or MLflow at every validation.",
     )
     plot_variables: tuple[str, ...] = option(

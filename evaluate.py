@@ -57,7 +57,7 @@ from config import Config
 from datasets.archive import Archive, open_archive
 from datasets.channels import Channels
 from datasets.dates import is_inside
-from datasets.field_dataset import FieldDataset, window_steps
+from datasets.field_dataset import FieldDataset
 from datasets.grid import area_weights, coarser
 from datasets.options import parse_selection
 from datasets.remote import Access, is_url
@@ -242,24 +242,6 @@ def saved_parts(
     return SavedParts(folder / name, dist.get_rank()) if (name := from_first_rank(key)) else None
 
 
-def scored_dates(scores: xr.Dataset, selection: Selection) -> str:
-    """Return the number of initial dates of each lead, here and in train.py's validation.
-
-    There the truth is in the period too; here it may be outside, as forecasts from any dates are scored.
-    """
-    leads, inside = shown_leads(scores["lead_time"].values), selection.validation
-    here = scores["num_dates"].sel(lead_time=leads).values
-    text = f"initial dates by lead, truth anywhere in the data: {_counts(leads, here)}"
-    leads = leads[leads % selection.step == np.timedelta64(0, "s")]
-    if len(inside) and len(leads):
-        window = window_steps(selection.history)
-        offsets = [*window, *(leads // selection.step).tolist()]
-        there = selection.around(inside, offsets, selection.available(inside)) >= 0
-        counts = (there[:, : len(window)].all(axis=1, keepdims=True) & there[:, len(window) :]).sum(axis=0)
-        text += f"\nin train.py's validation, truth inside data.validation_period: {_counts(leads, counts)}"
-    return text
-
-
 def common_cells(scores: Mapping[str, xr.Dataset]) -> str:
     """Return which cells are scored: all that have a truth, or where the fewest of these are in common."""
     lowest, where = 1.0, ""
@@ -273,16 +255,10 @@ def common_cells(scores: Mapping[str, xr.Dataset]) -> str:
     return f"cells: those that all forecasts have, {lowest:.1%} of the truth's area for {where}, else more"
 
 
-def _counts(leads: np.ndarray, counts: np.ndarray) -> str:
-    hours = (leads / np.timedelta64(1, "h")).astype(int)
-    return ", ".join(f"{hour} h {count}" for hour, count in zip(hours, counts, strict=True))
-
-
 def print_scores(
     evaluations: dict[str, Evaluation],
     gates: list[Gate],
     target: Path,
-    selection: Selection,
     caveats: dict[str, str],
     climatology: Climatology | None,
 ) -> int:
@@ -293,7 +269,7 @@ def print_scores(
     if climatology is not None:
         kind = f"not WeatherBench2's: {climatology.caveat}" if climatology.caveat else "WeatherBench2's"
         print("\n" + table(scores, "acc", f"anomaly correlation ({kind})", caveats))
-    print(f"\n{scored_dates(first, selection)}\n{common_cells(scores)}\n\nwritten to {target}")
+    print(f"\n{common_cells(scores)}\n\nwritten to {target}")
     judged = [gate.judge(first) for gate in gates]
     for _, line in judged:
         print(line)
@@ -364,7 +340,7 @@ def run(config: Config, options: Namespace) -> int:
         land = None if mask is None else Land(selection.archive.grid, mask)
         plot_evaluation(evaluations, target, config.validation.plot_variables, land)
         caveats = {name: each.caveat for name, each in compared.items() if each.caveat}
-        return print_scores(evaluations, options.gates, target, selection, caveats, climatology)
+        return print_scores(evaluations, options.gates, target, caveats, climatology)
 
     code = from_first_rank(report)
     if saved and dist.get_rank() == 0:

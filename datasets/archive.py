@@ -12,23 +12,20 @@ from typing import Any
 import numpy as np
 
 from datasets.dates import evenly_spaced
-from datasets.fields import Field
+from datasets.fields import Field, NamedFields, level_tasks, places_of
 from datasets.files import file_states, find_files
-from datasets.grid import Grid
 from datasets.layouts import open_fields
 from datasets.options import Region
 from datasets.remote import NO_OPTIONS, Access
 from datasets.store_reader import Task, find_reader
-from datasets.variables import full_name, nearest_name, plain_units, split_name, units
+from datasets.variables import plain_units, split_name
 from errors import DataError
 
 logger = logging.getLogger(__name__)
 COMPARED_DATES = 8  # of those that several files have, and as many of the newest
-# Where a variable is: the number of its time axis, the field, and the position on the field's level axis.
-Location = tuple[int, Field, int]
 
 
-class Archive:
+class Archive(NamedFields):
     """Analyses on one grid: `times` (T,) datetime64[s], sorted and unique, and the names of the variables.
 
     Where files cover different dates, `times` is their union and a variable is NaN where it is absent; `has`
@@ -42,34 +39,22 @@ class Archive:
         unreadable: Mapping[str, str] | None = None,
         selection: Mapping[str, str] | None = None,
     ) -> None:
-        self.path, self.selection, self.unreadable = path, dict(selection or {}), dict(unreadable or {})
-        self.grid = _common_grid(path, fields, self.unreadable)
-        self._axes: list[np.ndarray] = []
-        self._locations: dict[str, list[Location]] = {}
-        self._static: dict[str, list[tuple[Field, int]]] = {}
-        numbers: dict[int, int] = {}  # id of a time coordinate -> its number in _axes
-        for field in fields:
-            self._add(field, numbers)
-        self.variables, self.static_variables = list(self._locations), list(self._static)
+        super().__init__(path, fields, unreadable)
+        self.selection = dict(selection or {})
+        timed = [field for field in fields if field.times is not None]
+        self.places = places_of(timed)
+        self._static = places_of([field for field in fields if field.times is None])
+        self.variables, self.static_variables = list(self.places), list(self._static)
+        axes = {id(field.times): field.times for field in timed}
+        numbers = {key: number for number, key in enumerate(axes)}
+        self._axes = [times for times in axes.values() if times is not None]
+        self._axis_of = {field: numbers[id(field.times)] for field in timed}
         times = np.unique(np.concatenate([np.empty(0, "datetime64[s]"), *self._axes]))
         self.times = times[~np.isnat(times)]
         if not len(self.times):
             names = ", ".join([*self._static, *self.unreadable][:6])
             raise DataError(f"cannot read {path!r}: nothing in it has a time axis with dates, only {names}")
         self._located: dict[tuple[int, ...], tuple[np.ndarray, np.ndarray]] = {}
-        dims = [(field, i) for field in fields for i, role in enumerate(field.roles) if not role]
-        self.extra_dimensions = {field.dims[i]: field.raw.shape[i] for field, i in dims}
-
-    def _add(self, field: Field, numbers: dict[int, int]) -> None:
-        if field.times is None:
-            for position, name in enumerate(field.names):
-                self._static.setdefault(name, []).append((field, position))
-            return
-        axis = numbers.setdefault(id(field.times), len(self._axes))
-        if axis == len(self._axes):
-            self._axes.append(field.times)
-        for position, name in enumerate(field.names):
-            self._locations.setdefault(name, []).append((axis, field, position))
 
     def __repr__(self) -> str:
         span = f"{len(self.times)} dates {self.times[0]} .. {self.times[-1]}"
@@ -102,16 +87,16 @@ class Archive:
             self._compare_repeats(name, every_date)
 
     def _compare_repeats(self, name: str, every_date: bool) -> None:
-        locations = self._find(name)
-        dates = np.concatenate([self._axes[axis] for axis, _, _ in locations])
+        places = self.find(name)
+        dates = np.concatenate([self._axes[axis] for axis in self._axes_of(name)])
         unique, counts = np.unique(dates[~np.isnat(dates)], return_counts=True)
         repeated = unique[counts > 1]
         some = np.union1d(evenly_spaced(repeated, COMPARED_DATES), repeated[-COMPARED_DATES:])
         for date in repeated if every_date else some:
             found = [
                 (field, field.read_one(position, row))
-                for axis, field, position in locations
-                for row in np.flatnonzero(self._axes[axis] == date).tolist()
+                for field, position in places
+                for row in np.flatnonzero(field.times == date).tolist()
             ]
             if any(not np.array_equal(values, found[0][1], equal_nan=True) for _, values in found):
                 files = " and ".join(sorted({field.path for field, _ in found})[:2])
@@ -129,10 +114,6 @@ class Archive:
             parts.append(np.concatenate([self.grid.latitude, self.grid.longitude]).tobytes())
         return hashlib.sha256(b"".join(parts)).digest() if all(states) else b""
 
-    def units(self, name: str) -> str:
-        """Return the units of what is read: ours of a known variable, else those of the data, "" for none."""
-        return self.field_of(name).units or units(name)
-
     def time_chunk(self, variables: Sequence[str]) -> int:
         """Return how many dates are decoded together: reading fewer at once reads the same chunks again."""
         return max(field.chunk("time") for name in variables for field in self._fields(name))
@@ -142,7 +123,7 @@ class Archive:
         return self._fields(name)[0]
 
     def _fields(self, name: str) -> list[Field]:
-        return [field for _, field, _ in self._find(name)]
+        return [field for field, _ in self.find(name)]
 
     def group_by_array(self, variables: Sequence[str]) -> list[list[str]]:
         """Return the variables in groups that are in one array of a file, each in the order given."""
@@ -177,7 +158,7 @@ class Archive:
                     continue
                 pairs: dict[Field, list[tuple[int, int]]] = {}  # positions on the level axis, rows of `out`
                 for output in outputs:
-                    _, field, position = self._locations[variables[output]][owners[a]]
+                    field, position = self.places[variables[output]][owners[a]]
                     pairs.setdefault(field, []).append((position, output))
                 for field, own in pairs.items():
                     yield from _field_tasks(field, own, int(rows[a]), out[a:b])
@@ -213,19 +194,15 @@ class Archive:
             return values
         return self.read(int(np.argmax(self.has([name]))), [name])[0]
 
-    def _find(self, name: str) -> list[Location]:
-        """Return where a variable is, or raise DataError with the reason or the nearest name."""
-        if name in self._locations:
-            return self._locations[name]
-        if name in self._static:
+    def find(self, name: str) -> list[tuple[Field, int]]:
+        """Return where a variable with a time axis is. Raises DataError."""
+        if name in self._static and name not in self.places:
             raise DataError(f"{self.path!r} has {name!r} without a time axis: list it under static variables")
-        why = self.unreadable.get(full_name(name).partition(":")[0])
-        hint = f": {why}" if why else nearest_name(name, [*self.variables, *self.static_variables])
-        raise DataError(f"{self.path!r} has no variable {name!r}{hint}")
+        return super().find(name)
 
     def _axes_of(self, name: str) -> tuple[int, ...]:
         """Return the time axes of a variable; variables with the same ones are read together."""
-        return tuple(axis for axis, _, _ in self._find(name))
+        return tuple(self._axis_of[field] for field in self._fields(name))
 
     def _locate(self, axes: tuple[int, ...]) -> tuple[np.ndarray, np.ndarray]:
         """Return for every date (T,) the first of these axes that has it (-1: none), and the row there."""
@@ -250,18 +227,7 @@ def _field_tasks(field: Field, pairs: list[tuple[int, int]], first: int, out: np
         for date, fields in enumerate(out):
             yield from (partial(reader.fill, first + date, fields[output]) for _, output in pairs)
         return
-    pairs = sorted(pairs)
-    chunks = np.array([position for position, _ in pairs]) // field.chunk("level")
-    for near in np.split(np.arange(len(pairs)), np.flatnonzero(np.diff(chunks) > 1) + 1):
-        yield partial(_read_levels, field, [pairs[i] for i in near], first, out)
-
-
-def _read_levels(field: Field, pairs: list[tuple[int, int]], first: int, out: np.ndarray) -> None:
-    lowest, dates = pairs[0][0], slice(first, first + len(out))
-    levels = slice(lowest, pairs[-1][0] + 1)
-    block = field.read(("time", "level"), {"time": dates, "level": levels})
-    for position, output in pairs:
-        out[:, output] = block[:, position - lowest]
+    yield from level_tasks(field, pairs, ("time",), {"time": slice(first, first + len(out))}, out)
 
 
 def _runs(owners: np.ndarray, rows: np.ndarray) -> Iterator[tuple[int, int]]:
@@ -269,19 +235,6 @@ def _runs(owners: np.ndarray, rows: np.ndarray) -> Iterator[tuple[int, int]]:
     broken = (np.diff(owners) != 0) | ((np.diff(rows) != 1) & (owners[1:] >= 0))
     cuts = [0, *(np.flatnonzero(broken) + 1).tolist(), len(owners)]
     return zip(cuts[:-1], cuts[1:], strict=True)
-
-
-def _common_grid(path: str, fields: Sequence[Field], unreadable: Mapping[str, str]) -> Grid:
-    """Return the grid of all fields, or raise DataError naming two files that differ."""
-    if not fields:
-        reasons = "".join(f"; {name}: {reason}" for name, reason in list(unreadable.items())[:3])
-        raise DataError(f"cannot read {path!r}: no variable in it has latitude and longitude{reasons}")
-    first = fields[0]
-    for field in fields:
-        if not field.orientation.grid.same_as(first.orientation.grid):
-            files = " and ".join(f"{f.path} {f.orientation.grid.shape}" for f in (first, field))
-            raise DataError(f"cannot read {path!r} as one archive: grids differ: {files}; name one file")
-    return first.orientation.grid
 
 
 def open_archive(
@@ -307,12 +260,24 @@ def open_archive(
 
 
 def read_all_fields(
-    path: str, selection: Mapping[str, str] | None = None, access: Access = NO_OPTIONS
+    path: str,
+    selection: Mapping[str, str] | None = None,
+    access: Access = NO_OPTIONS,
+    left_out: dict[str, str] | None = None,
 ) -> tuple[list[Field], dict[str, str]]:
-    """Return the fields of all files that a path means, and why other arrays cannot be read."""
-    fields, unreadable = [], {}
-    for name in find_files(path):
-        found, reasons = open_fields(name, selection, access)
+    """Return the fields of all files that a path means, and why other arrays cannot be read.
+
+    left_out: is given the reason for each of several files that cannot be read, which otherwise is an error.
+    """
+    fields, unreadable, files = [], {}, find_files(path)
+    for name in files:
+        try:
+            found, reasons = open_fields(name, selection, access)
+        except DataError as error:
+            if left_out is None or len(files) == 1:
+                raise
+            left_out[name] = str(error)
+            continue
         fields += found
         unreadable |= reasons
     return fields, unreadable

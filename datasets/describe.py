@@ -11,7 +11,7 @@ import json
 import os
 import sys
 from argparse import Namespace
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -19,11 +19,9 @@ import pandas as pd
 
 from command_line import OneLineParser
 from config import Validation
-from datasets.archive import Archive
+from datasets.archive import Archive, read_all_fields
 from datasets.dates import evenly_spaced, find_gaps, usual_hours
-from datasets.files import find_files
 from datasets.grid import latitude_bounds
-from datasets.layouts import open_fields
 from datasets.options import check_selection, parse_selection
 from datasets.plausibility import count_implausible, implausible_kinds, undeclared_fill
 from datasets.remote import is_url
@@ -57,9 +55,10 @@ def parse(argv: list[str]) -> Namespace:
 def main(argv: list[str]) -> int:
     """Print the description; return 1 if something is wrong. Raises ConfigError, DataError."""
     options = parse(argv)
-    archive, findings = open_readable(options.source, parse_selection(options.select))
-    check_selection(archive.selection, archive.extra_dimensions, options.source)
-    findings += [Finding(reason, name) for name, reason in archive.unreadable.items()]
+    selection, left_out = parse_selection(options.select), dict[str, str]()
+    archive = Archive(options.source, *read_all_fields(options.source, selection, left_out=left_out))
+    check_selection(selection, archive.extra_dimensions, options.source)
+    findings = [Finding(reason, name) for name, reason in (left_out | archive.unreadable).items()]
     findings += [*find_missing_dates(archive), *find_differences(archive, options.all)]
     dates = evenly_spaced(np.arange(len(archive.times)), 0 if options.all else SAMPLED_DATES)
     findings += find_odd_values(archive, dates)
@@ -69,26 +68,6 @@ def main(argv: list[str]) -> int:
     print(f"{table}\n{checked}: {len(findings)} problems\n" if findings else f"{checked}: nothing found\n")
     print(data_section(archive, options.source, options.select))
     return int(bool(findings))
-
-
-def open_readable(path: str, selection: Mapping[str, str]) -> tuple[Archive, list[Finding]]:
-    """Return the archive of all files that can be opened, and a finding for each other file."""
-    files = find_files(path)
-    fields, unreadable, findings = [], {}, []
-    for name in files:
-        try:
-            found, reasons = open_fields(name, selection)
-        except DataError as error:
-            if len(files) == 1:
-                raise
-            findings.append(Finding(str(error), name))
-            continue
-        fields += found
-        unreadable |= reasons
-    return Archive(path, fields, unreadable, selection), findings
-
-
-# -- contents
 
 
 def variables_table(archive: Archive) -> str:

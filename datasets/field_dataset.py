@@ -37,31 +37,22 @@ def split_sample(fields: Tensor, history: int) -> tuple[Tensor, Tensor]:
     return fields[:, :history].flatten(1, 2), fields[:, history:]
 
 
-class MemoryArchive:
-    """Some dates of an archive, read once into memory, with the archive's indices."""
+class MemoryArchive(Archive):
+    """Some dates and variables of an archive, read once into memory, with the archive's indices."""
 
     def __init__(self, archive: Archive, variables: Sequence[str], dates: np.ndarray) -> None:
-        self.path, self.times, self.grid = archive.path, archive.times, archive.grid
-        self.variables = list(variables)
-        self.files_state, self.units = archive.files_state, archive.units
-        self.rows = np.full(len(archive.times), -1)
+        vars(self).update(vars(archive))
+        self.names_in_memory, self.rows = list(variables), np.full(len(archive.times), -1)
         self.rows[dates] = np.arange(len(dates))
         self.fields = np.empty((len(dates), len(variables), *archive.grid.shape), np.float32)
         for row, (_, field) in enumerate(stream(archive, variables, dates)):
             self.fields[row] = field
 
-    def read(self, index: int, variables: Sequence[str]) -> np.ndarray:
-        """Return (V, H, W) float32."""
-        return self.read_block(index, index + 1, variables)[0]
-
-    def read_block(self, start: int, stop: int, variables: Sequence[str]) -> np.ndarray:
-        """Return (n, V, H, W) float32."""
-        assert list(variables) == self.variables and self.rows[start] >= 0
-        return self.fields[self.rows[start] : self.rows[start] + stop - start]
-
     def tasks(self, start: int, out: np.ndarray, variables: Sequence[str]) -> Iterator[Task]:
         """Yield the call that fills `out` (n, V, H, W) with the dates from `start` on."""
-        yield partial(np.copyto, out, self.read_block(start, start + len(out), variables))
+        row = self.rows[start]
+        assert list(variables) == self.names_in_memory and row >= 0
+        yield partial(np.copyto, out, self.fields[row : row + len(out)])
 
     def reads_by_threads(self, variables: Sequence[str]) -> bool:
         """Return True: copies need no lock."""
@@ -71,9 +62,7 @@ class MemoryArchive:
         """Return None: the fields are physical values."""
 
 
-def stream(
-    archive: Archive | MemoryArchive, variables: Sequence[str], dates: np.ndarray
-) -> Iterator[tuple[int, np.ndarray]]:
+def stream(archive: Archive, variables: Sequence[str], dates: np.ndarray) -> Iterator[tuple[int, np.ndarray]]:
     """Yield (index, field (V, H, W)) for each of the ascending dates, read in runs of neighbours."""
     longest = max(1, BLOCK_BYTES // (4 * len(variables) * archive.grid.shape[0] * archive.grid.shape[1]))
     for run in consecutive(dates):
@@ -84,7 +73,7 @@ def stream(
 
 def cache_if_small(
     archive: Archive, variables: Sequence[str], dates: np.ndarray, limit_gib: float
-) -> Archive | MemoryArchive:
+) -> Archive:
     """Return the dates of the archive in memory if they take at most `limit_gib`, else the archive."""
     size = 4 * len(dates) * len(variables) * archive.grid.shape[0] * archive.grid.shape[1]
     return MemoryArchive(archive, variables, dates) if size <= limit_gib * 2**30 else archive
@@ -100,7 +89,7 @@ class FieldDataset(Dataset):
 
     def __init__(
         self,
-        archive: Archive | MemoryArchive,
+        archive: Archive,
         variables: Sequence[str],
         samples: np.ndarray,
         history: int = 1,

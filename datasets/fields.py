@@ -8,9 +8,9 @@ import logging
 import math
 import multiprocessing
 import struct
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cache, cached_property
+from functools import cache, cached_property, partial
 from itertools import product
 from typing import Any
 
@@ -19,7 +19,7 @@ import xarray as xr
 
 from datasets.grid import FLOAT32_DEGREES, Grid, equal_spacing, is_periodic
 from datasets.remote import describe_error
-from datasets.variables import OFTEN_ZERO, UnitConversion
+from datasets.variables import OFTEN_ZERO, UnitConversion, full_name, nearest_name, units
 from errors import DataError
 
 logger = logging.getLogger(__name__)
@@ -174,6 +174,7 @@ class Field:
     dims: tuple[str, ...] = ()
     chunks: tuple[int, ...] | None = None  # elements that are decoded together
     selected: Mapping[int, int] = field(default_factory=dict)  # number of a dimension -> position, default 0
+    labels: Mapping[str, np.ndarray] = field(default_factory=dict)  # of axes of forecasts and climatologies
 
     def chunk(self, role: str) -> int:
         """Return how many elements of an axis are decoded together."""
@@ -182,6 +183,10 @@ class Field:
     def size(self, role: str) -> int:
         """Return the size of an axis, 1 if there is none."""
         return self.raw.shape[self.roles.index(role)] if role in self.roles else 1
+
+    def num_selected(self, role: str, slices: Mapping[str, slice]) -> int:
+        """Return how many elements of an axis the slices have, 1 if there is none."""
+        return len(range(self.size(role))[slices.get(role, slice(None))]) if role in self.roles else 1
 
     def crop(self, region: Sequence[float]) -> "Field":
         """Return the field on the part of its grid that is in a region. Raises ConfigError."""
@@ -273,6 +278,100 @@ class Field:
 
         key = f"{self.raw.store_path.path}/{self.raw.metadata.encode_chunk_key(tuple(chunk))}".lstrip("/")
         return sync(self.raw.store_path.store.exists(key))
+
+
+class NamedFields:
+    """Fields of files, on one grid, read by the names of their `variables`.
+
+    Analyses (datasets/archive.py), forecasts and climatologies differ in their axes only.
+    """
+
+    def __init__(
+        self, path: str, fields: Sequence[Field], unreadable: Mapping[str, str] | None = None
+    ) -> None:
+        """unreadable: name of an array -> why it is none of the fields. Raises DataError if grids differ."""
+        self.path, self.unreadable = path, dict(unreadable or {})
+        self.grid = _common_grid(path, fields, self.unreadable)
+        self.places = places_of(fields)
+        self.variables = self.names = list(self.places)
+        dims = [(each, i) for each in fields for i, role in enumerate(each.roles) if not role]
+        self.extra_dimensions = {each.dims[i]: each.raw.shape[i] for each, i in dims}
+
+    def find(self, name: str) -> list[tuple[Field, int]]:
+        """Return where a variable is. Raises DataError with the reason or the nearest name."""
+        if name not in self.places:
+            why = self.unreadable.get(full_name(name).partition(":")[0])
+            hint = f": {why}" if why else nearest_name(name, self.names)
+            raise DataError(f"{self.path!r} has no variable {name!r}{hint}")
+        return self.places[name]
+
+    def units(self, name: str) -> str:
+        """Return the units of what is read: ours of a known variable, else those of the data, "" for none."""
+        return self.find(name)[0][0].units or units(name)
+
+    def read_fields(
+        self, variables: Sequence[str], axes: Sequence[str], slices: Mapping[str, slice]
+    ) -> np.ndarray:
+        """Return (*axes, V, H, W) float32, NaN where missing: the slices of some axes, all of the others.
+
+        An axis that no field has is of size 1. Raises DataError.
+        """
+        pairs: dict[Field, list[tuple[int, int]]] = {}
+        for output, name in enumerate(variables):
+            each, position = self.find(name)[0]
+            pairs.setdefault(each, []).append((position, output))
+        sizes = [max(each.num_selected(axis, slices) for each in pairs) for axis in axes]
+        out = np.empty((*sizes, len(variables), *self.grid.shape), np.float32)
+        for each, own in pairs.items():
+            for task in level_tasks(each, own, axes, slices, out):
+                task()
+        return out
+
+
+def places_of(fields: Sequence[Field]) -> dict[str, list[tuple[Field, int]]]:
+    """Return where each variable is: fields, and positions on their level axes."""
+    places: dict[str, list[tuple[Field, int]]] = {}
+    for each in fields:
+        for position, name in enumerate(each.names):
+            places.setdefault(name, []).append((each, position))
+    return places
+
+
+def _common_grid(path: str, fields: Sequence[Field], unreadable: Mapping[str, str]) -> Grid:
+    """Return the grid of all fields, or raise DataError naming two files that differ."""
+    if not fields:
+        reasons = "".join(f"; {name}: {reason}" for name, reason in list(unreadable.items())[:3])
+        raise DataError(f"cannot read {path!r}: no variable in it has latitude and longitude{reasons}")
+    first = fields[0]
+    for each in fields:
+        if not each.orientation.grid.same_as(first.orientation.grid):
+            files = " and ".join(f"{f.path} {f.orientation.grid.shape}" for f in (first, each))
+            raise DataError(f"cannot read {path!r} as one archive: grids differ: {files}; name one file")
+    return first.orientation.grid
+
+
+def level_tasks(
+    source: Field,
+    pairs: list[tuple[int, int]],
+    axes: Sequence[str],
+    slices: Mapping[str, slice],
+    out: np.ndarray,
+) -> Iterator[Callable[[], None]]:
+    """Yield calls that fill `out` (*axes, V, H, W) from an array, in any order, on any thread.
+
+    pairs: positions on the level axis and rows of `out`; chunks of levels that none needs are not read.
+    """
+
+    def fill(near: list[tuple[int, int]]) -> None:
+        lowest, highest = near[0][0], near[-1][0]
+        block = source.read((*axes, "level"), {**slices, "level": slice(lowest, highest + 1)})
+        for position, output in near:
+            out[..., output, :, :] = block[..., position - lowest, :, :]
+
+    pairs = sorted(pairs)
+    chunks = np.array([position for position, _ in pairs]) // source.chunk("level")
+    for near in np.split(np.arange(len(pairs)), np.flatnonzero(np.diff(chunks) > 1) + 1):
+        yield partial(fill, [pairs[i] for i in near])
 
 
 def _split_span(first: int, end: int, chunk: int) -> Iterator[tuple[int, slice]]:

@@ -31,7 +31,12 @@ ROLES = {
     "longitude": ("longitude", "lon", "nav_lon"),
     "expver": ("expver",),
 }
-ROLE_OF = {name: role for role, names in ROLES.items() for name in names}
+FORECAST_ROLES = {
+    "lead": ("prediction_timedelta", "lead_time", "forecast_period", "step"),
+    "number": ("number", "realization", "member", "ensemble"),
+    "time": ("init_time", "initial_time", "forecast_reference_time"),
+}
+CLIMATOLOGY_ROLES = {"hour": ("hour",), "dayofyear": ("dayofyear",)}
 
 
 def find_files(path: str) -> list[str]:
@@ -102,10 +107,6 @@ def _close_files() -> None:
             file.close()
 
 
-def _variables(dataset: xr.Dataset) -> dict[str, xr.Variable]:
-    return {str(name): variable for name, variable in dataset.variables.items()}
-
-
 @dataclass(frozen=True)
 class OpenFile:
     """Arrays and attributes of one file, nothing of which is decoded."""
@@ -129,7 +130,7 @@ class OpenFile:
 
     @classmethod
     def _of_dataset(cls, path: str, dataset: xr.Dataset) -> "OpenFile":
-        arrays = _variables(dataset)
+        arrays = {str(name): variable for name, variable in dataset.variables.items()}
         return cls(path, arrays, dataset.attrs, arrays)
 
     @classmethod
@@ -143,7 +144,7 @@ class OpenFile:
         if not group.attrs.get("complete", True) and TRAINING_STORE in group.attrs:
             raise DataError("its conversion has not ended: run the same `python -m datasets.convert` again")
         # Sorted: zarr lists arrays in the order in which their metadata arrive, another one on every rank.
-        arrays = dict(sorted(_variables(dataset).items()))
+        arrays = {str(name): dataset.variables[name] for name in sorted(dataset.variables)}  # type: ignore[type-var]
         raw = {name: group[name] for name in arrays}
         for name, variable in arrays.items():
             # Zarr 2's fill value means "missing", as in xarray, but for 0 where values are not packed:

@@ -2,13 +2,14 @@
 
 import os
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
+import pandas as pd
 
 from datasets.fields import Decoding, Field, find_decoding, find_orientation
 from datasets.files import (
-    ROLE_OF,
+    ROLES,
     TRAINING_STORE,
     OpenFile,
     check_dims,
@@ -23,14 +24,14 @@ from datasets.variables import (
     SHORT_NAMES,
     full_name,
     join_name,
+    plain_units,
     surface_or_level,
     unit_conversion,
 )
 from errors import ConfigError, DataError
 
-HECTOPASCALS = {"pa": 0.01, "pascal": 0.01, "pascals": 0.01, "kpa": 10.0, "bar": 1000.0} | dict.fromkeys(
-    ("", "hpa", "mb", "mbar", "millibar", "millibars", "hectopascal", "hectopascals"), 1.0
-)
+HECTOPASCALS = {"": 1.0, "hPa": 1.0, "Pa": 0.01, "kPa": 10.0, "bar": 1000.0}
+LABELLED = ("lead", "hour", "dayofyear")  # axes of forecasts and climatologies
 NO_PRESSURES = re.compile("hybrid|sigma|model.?level|height|depth|altitude")
 # NCAR's storm of January 1996 names p, t, u, v in every file. p is near 101,000 Pa also over the Rockies:
 # reduced to mean sea level. The others come with u500 and v500 and are the fields at the ground.
@@ -50,14 +51,15 @@ def open_fields(
     path: str,
     selection: Mapping[str, str] | None = None,
     access: Access = NO_OPTIONS,
-    more_roles: Mapping[str, str] | None = None,
+    more_roles: Mapping[str, Sequence[str]] | None = None,
 ) -> tuple[list[Field], dict[str, str]]:
     """Return the fields of one file, and for each array on a grid that cannot be read, the reason.
 
-    selection: name of a dimension without a role -> the label that is read. more_roles: lower-case name of a
-    dimension -> its role, in forecasts and climatologies. Raises DataError, ConfigError (the selection).
+    selection: name of a dimension without a role -> the label that is read. more_roles: roles of dimensions
+    of forecasts or climatologies -> lower-case names. Raises DataError, ConfigError (the selection).
     """
-    roles, selection, fields, unreadable = ROLE_OF | dict(more_roles or {}), selection or {}, [], {}
+    roles = {name: role for each in (ROLES, more_roles or {}) for role in each for name in each[role]}
+    selection, fields, unreadable = selection or {}, [], {}
     try:
         with np.errstate(invalid="ignore"):  # coordinates without numbers are refused in one line
             for file in OpenFile.open(path, access):
@@ -85,7 +87,7 @@ def _named_fields(
     north, east = (find_coordinate(file, role, roles_of) for role in ("latitude", "longitude"))
     _refuse_radians(file, north, east)
     orientation = find_orientation(file.fetch(north), file.fetch(east))
-    fields, times = [], {}
+    fields, axes = [], dict[str, np.ndarray]()
     for name, variable in file.arrays.items():
         dims = [str(dim) for dim in variable.dims]
         roles = tuple(file.role(dim, roles_of) for dim in dims)
@@ -94,11 +96,13 @@ def _named_fields(
         selected = {
             i: select_position(file, variable, i, selection) for i, dim in enumerate(dims) if dim in selection
         }
-        time_dim = dims[roles.index("time")] if "time" in roles else None
         level_dim, names = dims[roles.index("level")] if "level" in roles else None, (full_name(name),)
         try:
-            if time_dim and time_dim not in times:
-                times[time_dim] = coordinate_times(file, time_dim)
+            time_name = find_time_coordinate(file, dims, roles, roles_of)
+            if time_name and time_name not in axes:
+                axes[time_name] = np.atleast_1d(coordinate_times(file, time_name))
+            labelled = {role: dim for role, dim in zip(roles, dims, strict=True) if role in LABELLED}
+            axes |= {d: axis_labels(file, d, role) for role, d in labelled.items() if d not in axes}
             names = _find_names(file, name, level_dim, roles_of)
             check_dims(file, variable, roles, selected)
             units, conversion = unit_conversion(names[0], str(variable.attrs.get("units", "")))
@@ -106,9 +110,46 @@ def _named_fields(
         except DataError as error:
             unreadable[names[0].partition(":")[0]] = str(error)
             continue
-        own = (orientation, decoding, units, tuple(dims), file.chunks(name), selected)
-        fields.append(Field(file.path, name, file.raw[name], names, roles, times.get(time_dim), *own))
+        labels = {role: axes[dim] for role, dim in labelled.items()}
+        own = (orientation, decoding, units, tuple(dims), file.chunks(name), selected, labels)
+        times = axes.get(time_name or "")
+        fields.append(Field(file.path, name, file.raw[name], names, roles, times, *own))
     return fields
+
+
+def find_time_coordinate(
+    file: OpenFile, dims: Sequence[str], roles: Sequence[str], roles_of: Mapping[str, str]
+) -> str | None:
+    """Return the name of the dates of an array: of its axis, or of the single initial date of forecasts; None
+    for a constant field. Raises DataError.
+    """
+    if "time" in roles or "lead" not in roles:
+        return dims[roles.index("time")] if "time" in roles else None
+    for name, variable in file.arrays.items():
+        if variable.shape == () and file.role(name, roles_of) == "time" and name.lower() != "valid_time":
+            return name
+    raise DataError("it has no initial date")
+
+
+def axis_labels(file: OpenFile, dim: str, role: str) -> np.ndarray:
+    """Return the labels of an axis of forecasts or climatologies: leads as timedelta64[s], from timedeltas or
+    numbers with units (hours without any); hours and days as numbers. Raises DataError.
+
+    Without a coordinate hours count from 0, days from 1.
+    """
+    if role != "lead":
+        size = next(a.sizes[dim] for a in file.arrays.values() if dim in a.dims)
+        return np.asarray(file.fetch(dim) if dim in file.arrays else np.arange(size) + (role != "hour"), int)
+    if dim not in file.arrays:
+        raise DataError(f"its dimension {dim!r} has no coordinate with lead times")
+    values, unit = file.fetch(dim), str(file.arrays[dim].attrs.get("units", "hours"))
+    if values.dtype.kind == "m":
+        return values.astype("timedelta64[s]")
+    try:
+        seconds = pd.Timedelta(1, unit=unit.strip().lower()).total_seconds()  # type: ignore[arg-type]
+    except ValueError:
+        raise DataError(f"its {dim!r} has units {unit!r}, not 'hours'") from None
+    return np.round(values * seconds).astype(np.int64).astype("timedelta64[s]")
 
 
 def _refuse_radians(file: OpenFile, north: str, east: str) -> None:
@@ -158,7 +199,7 @@ def _read_levels(file: OpenFile, name: str) -> list[int]:
     if name not in file.arrays:
         raise DataError(f"its dimension {name!r} has no coordinate with pressures")
     values, attrs = np.atleast_1d(file.fetch(name)).astype(np.float64), file.arrays[name].attrs
-    units = str(attrs.get("units", "")).strip().lower()
+    units = plain_units(str(attrs.get("units", "")))
     described = f"{attrs.get('standard_name', '')} {attrs.get('long_name', '')}".lower()
     if not units and (found := NO_PRESSURES.search(described)):
         raise DataError(f"its {name!r} is {described.strip()!r}, of {found[0]}: take pressure levels, in hPa")

@@ -19,6 +19,7 @@ from datasets.archive import Archive, open_archive, read_all_fields
 from datasets.channels import Channels
 from datasets.dates import evenly_spaced, find_gaps, is_inside
 from datasets.field_dataset import window_steps
+from datasets.fields import NamedFields
 from datasets.files import is_zarr
 from datasets.forcings import check_forcings
 from datasets.grid import Grid
@@ -26,7 +27,6 @@ from datasets.options import check_selection, is_whole_day, parse_period, parse_
 from datasets.plausibility import refuse_fills
 from datasets.regrid import Regridder
 from datasets.remote import NO_OPTIONS, Access, is_url, protocol_of
-from datasets.variables import nearest_name
 from errors import ConfigError, DataError, refuse
 
 logger = logging.getLogger(__name__)
@@ -212,11 +212,8 @@ def read_static_field(
     grid is wholly outside the target.
     """
     fields, unreadable = read_all_fields(path, selection, access)
-    locations = {each: (field, i) for field in reversed(fields) for i, each in enumerate(field.names)}
-    if name not in locations:
-        why = f": {unreadable[name]}" if name in unreadable else nearest_name(name, locations)
-        raise DataError(f"{path!r} has no field {name!r}{why}")
-    field, position = locations[name]
+    own = [field for field in fields if name in field.names] or fields
+    field, position = NamedFields(path, own, unreadable).find(name)[0]
     source, values = field.orientation.grid, field.read_one(position)
     if source.same_as(target):
         return values

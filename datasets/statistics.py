@@ -22,13 +22,12 @@ import torch
 
 from datasets.archive import Archive
 from datasets.dates import evenly_spaced
-from datasets.field_dataset import MemoryArchive, stream
+from datasets.field_dataset import stream
 from datasets.plausibility import count_implausible, log_implausible, refuse_fills
 from errors import DataError
 from jobs.durable_files import replacing
 
 logger = logging.getLogger(__name__)
-Fields = Archive | MemoryArchive
 Numbers = dict[str, list[float]]  # mean, std, change_std -> one number for each variable
 ROUNDING = 1e-7  # of float32: a smaller relative deviation is a constant
 # Columns of a row: cells without a value, infinite ones, ones outside the variable's range; weight, first and
@@ -247,7 +246,7 @@ def read_statistics(path: Path) -> Statistics | None:
 class Source:
     """The fields and dates that statistics are computed from."""
 
-    fields: Fields
+    fields: Archive
     variables: list[str]
     dates: np.ndarray  # indices into fields.times
     step: np.timedelta64  # of the model
@@ -306,7 +305,7 @@ def as_trained(again: Statistics, variables: Sequence[str], numbers: Numbers) ->
     return replace(again, **exact)
 
 
-def fingerprint_of(fields: Fields, variables: Sequence[str], dates: np.ndarray, step: np.timedelta64) -> str:
+def fingerprint_of(fields: Archive, variables: Sequence[str], dates: np.ndarray, step: np.timedelta64) -> str:
     """Return a digest of names, dates, and the files' names, sizes and times of change.
 
     Through a URL these are not known: there it is the values of 16 dates, evenly spaced.

@@ -162,9 +162,9 @@ SPELLINGS = {  # of the data store, of GRIB, of NetCDF's older conventions
     **dict.fromkeys(("kelvin", "degk", "deg_k", "degrees_kelvin"), "K"),
     **dict.fromkeys(("degc", "deg_c", "celsius", "degrees_celsius", "degree_celsius", "°c", "c"), "degC"),
     **dict.fromkeys(("degf", "deg_f", "fahrenheit", "degrees_fahrenheit", "degree_fahrenheit", "°f"), "degF"),
-    **dict.fromkeys(("pascal", "pascals"), "Pa"),
+    **dict.fromkeys(("pa", "pascal", "pascals"), "Pa"),
     **dict.fromkeys(("kpa", "kilopascal", "kilopascals"), "kPa"),
-    **dict.fromkeys(("mb", "mbar", "millibar", "millibars", "hpa"), "hPa"),
+    **dict.fromkeys(("mb", "mbar", "millibar", "millibars", "hpa", "hectopascal", "hectopascals"), "hPa"),
     **dict.fromkeys(("m/s", "m/sec", "meters/second", "metres/second"), "m s-1"),
     **dict.fromkeys(("km/h", "kmh", "km/hr", "kph"), "km h-1"),
     **dict.fromkeys(("knots", "knot", "kt", "kts"), "knot"),
@@ -214,19 +214,22 @@ def plain_units(text: str) -> str:
     return SPELLINGS.get(plain.lower(), SPELLINGS.get(text.strip().lower(), plain))
 
 
+def find_conversion(theirs: str, ours: str) -> UnitConversion | None:
+    """Return the conversion between units, which are the same if one is not named; None without one."""
+    pair = plain_units(theirs), plain_units(ours)
+    return UnitConversion() if pair[0] == pair[1] or not all(pair) else CONVERSIONS.get(pair)
+
+
 def unit_conversion(variable: str, text: str) -> tuple[str, UnitConversion]:
     """Return the units of a variable here and the conversion from those of the data ("" : the same).
 
     An unknown variable keeps the units of the data. Raises DataError if there is no conversion.
     """
-    ours, theirs = units(variable), plain_units(text)
-    if not ours:
-        return text, UnitConversion()
-    if theirs in ("", ours):
-        return ours, UnitConversion()
-    if (theirs, ours) not in CONVERSIONS:
+    ours = units(variable)
+    conversion = find_conversion(text, ours)
+    if conversion is None:
         raise DataError(f"its units {text!r} cannot be converted to {ours!r}; correct the attribute")
-    return ours, CONVERSIONS[theirs, ours]
+    return ours or text, conversion
 
 
 def short_label(variable: str) -> str:

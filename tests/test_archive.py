@@ -101,7 +101,7 @@ def test_static_field_is_regridded(tmp_path: Path, truth: xr.Dataset):
     assert half.shape == (3, 4) and half.dtype == np.float32
     wanted = (same * area_weights(grid.latitude)[:, None]).mean()
     assert (half * area_weights(np.array([60, 0, -60]))[:, None]).mean() == pytest.approx(wanted, rel=1e-5)
-    with pytest.raises(ValueError, match="no field 'land_see_mask'; nearest: 'land_sea_mask'"):
+    with pytest.raises(ValueError, match="no variable 'land_see_mask'; nearest: 'land_sea_mask'"):
         read_static_field(str(tmp_path / "lsm.nc"), "land_see_mask", grid)
 
 

@@ -137,17 +137,6 @@ def test_without_all_hours_of_the_day_there_is_no_acc(run, truth):
     assert leads == {"12", "24"}
 
 
-def test_the_dates_are_counted_as_here_and_as_in_training(run, truth):
-    """Ten forecasts 12 h apart; of the 16 dates of a period of four days 12 have 24 h inside it."""
-    ours = f"--forecast=model={run.folder / 'ours.zarr'}"
-    period = ["--data.train_period", '["2020-01-01", "2020-01-03"]']
-    period += ["--data.validation_period", '["2019-12-25", "2019-12-28"]']
-    code, said, _ = run(ours, "--baselines", "", *period, output="counted")
-    assert code == 0, said
-    assert "initial dates by lead, truth anywhere in the data: 6 h 10, 12 h 10, 24 h 10" in said
-    assert "truth inside data.validation_period: 6 h 15, 12 h 14, 24 h 12" in said
-
-
 def test_a_coarse_climatology_does_not_coarsen_the_comparison(run, truth):
     """As a baseline it did, and regions were chosen on another grid than they were scored on."""
     coarse = truth.isel(latitude=slice(1, None, 5), longitude=slice(None, None, 6))

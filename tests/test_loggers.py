@@ -147,7 +147,7 @@ def test_mlflow_has_the_losses_of_the_run_once(resumed):
     assert [(each.step, each.value) for each in history] == sorted(losses(resumed).items())
     assert run.info.status == "FINISHED" and run.data.params["model.dim"] == "16"
     shown = [each.path for each in client.list_artifacts(run.info.run_id, "validation/step-00000008")]
-    pictures = {"loss.png", "rmse.png", "maps.png", "spectra.png"}
+    pictures = {"loss.png", "rmse.png", "maps.png"}
     assert {Path(path).name for path in shown} == {*pictures, "scorecard.txt"}
 
 
@@ -170,7 +170,7 @@ def test_wandb_has_the_losses_of_the_run_once(resumed):
     rows = [row for file in files for row in wandb_rows(file)]
     assert [(row["_step"], row["train/loss"]) for row in rows] == sorted(losses(resumed).items())
     media = resumed.glob("wandb/offline-run-*/files/media/**/*.png")
-    assert {path.name.partition("_")[0] for path in media} == {"loss", "rmse", "maps", "spectra"}
+    assert {path.name.partition("_")[0] for path in media} == {"loss", "rmse", "maps"}
 
 
 # -- Prometheus

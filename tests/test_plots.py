@@ -6,13 +6,12 @@ import matplotlib.pyplot as plt
 import numpy as np
 import pandas as pd
 import pytest
-import torch
 from matplotlib.figure import Figure
 
-from datasets.grid import Grid, global_grid
+from datasets.grid import global_grid
 from verification import plots, scorecard
-from verification.details import circumference
 from verification.plots import plot_run
+from verification.score_tables import by_variable
 from verification.scorecard import plot_scorecard
 from verification.validation import Scores
 
@@ -28,11 +27,20 @@ def drawn(monkeypatch: pytest.MonkeyPatch) -> dict[str, Figure]:
     return figures
 
 
+def scores_of(names: list[str], hours: list[int], num_dates: list[int], units: dict[str, str]) -> Scores:
+    """All are 1."""
+    leads = np.array(hours, "timedelta64[h]").astype("timedelta64[ns]")
+    coords = {"metric": ["rmse"], "region": ["global"], "lead_time": leads}
+    coords["num_dates"] = ("lead_time", num_dates)
+    dims = ("metric", "region", "lead_time", "variable")
+    table = by_variable(np.ones((1, 1, len(hours), len(names))), dims, names, coords, units)
+    return Scores(names, {"model": table}, 0.5)
+
+
 def run(folder: Path, chosen: list[str]) -> None:
     (folder / "metrics.jsonl").write_text('{"step": 1, "loss": 1.0}\n')
     units = dict(zip(NAMES, ["m2 s-2", "K", "", "", "mm"], strict=True))
-    table = torch.ones(2, len(NAMES))
-    scores = Scores(NAMES, [6, 240], [47, 7], units, {"model": table}, 0.5)
+    scores = scores_of(NAMES, [6, 240], [47, 7], units)
     fields = {name: (np.zeros(GRID.shape), np.full(GRID.shape, 3.0)) for name in NAMES}
     plot_run(folder, scores, (np.datetime64("2020-01-01T00", "s"), fields), GRID, None, chosen)
 
@@ -47,26 +55,6 @@ def test_the_first_four_are_mapped_or_those_chosen(tmp_path: Path, drawn: dict[s
     titles = [axes.get_title() for axes in drawn["maps.png"].axes]
     assert "truth: leaf_wetness (mm)" in titles and not any("z500" in title for title in titles)
     assert [axes.collections[0].get_clim() for axes in drawn["maps.png"].axes[:2]] == [(0, 3), (0, 3)]
-    plt.close("all")
-
-
-def test_spectra_are_drawn_where_rows_go_round_the_globe(tmp_path: Path, drawn: dict[str, Figure]) -> None:
-    """Of cos(2 longitude): all energy lies in wavenumber 2, a quarter of it in that of half of it."""
-    table, names = torch.ones(1, 1), ["geopotential:500"]
-    wave = np.cos(2 * np.deg2rad(GRID.longitude))[None] * np.ones((6, 1))
-    scores = Scores(names, [6], [47], {names[0]: "m2 s-2"}, {"model": table}, 0.5)
-    example = (np.datetime64("2020-01-01T00", "s"), {names[0]: (wave, wave / 2)})
-    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "loss": 1.0}\n')
-    files = plot_run(tmp_path, scores, example, GRID, None)
-    truth, forecast = drawn["spectra.png"].axes[0].lines
-    energy = np.asarray(truth.get_ydata())
-    wavelengths = circumference(GRID.latitude[[1]]) / 2  # of wavenumber 2 at 45 degrees
-    assert np.asarray(truth.get_xdata())[energy.argmax()] == pytest.approx(wavelengths[0] / 1000)
-    assert np.asarray(forecast.get_ydata()).max() == pytest.approx(energy.max() / 4)
-    assert list(files) == ["loss", "rmse", "maps", "spectra"]
-    region = Grid(GRID.latitude, GRID.longitude[:6])
-    part = {names[0]: (wave[:, :6], wave[:, :6])}
-    assert "spectra" not in plot_run(tmp_path, scores, (example[0], part), region, None)
     plt.close("all")
 
 

@@ -82,7 +82,7 @@ def test_a_run_leaves_what_the_contract_names_and_learns(config_file, tmp_path):
     names = {event.get("name") for event in json.loads(gzip.open(trace).read())["traceEvents"]}
     assert {"data", "forward", "backward", "optimizer", "checkpoint"} <= names
     plots = {path.stem for path in (tmp_path / "run/plots").iterdir()}
-    assert plots == {"loss", "rmse", "maps", "spectra"}
+    assert plots == {"loss", "rmse", "maps"}
     assert complete_steps(tmp_path / "run/checkpoints") == [150]
     steps = [r for r in records if "loss" in r]
     assert [r["step"] for r in steps] == list(range(1, 151)) and list(steps[0])[: len(CONTRACT)] == CONTRACT

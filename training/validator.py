@@ -2,6 +2,7 @@
 
 import logging
 import time
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -32,10 +33,9 @@ logger = logging.getLogger(__name__)
 def with_progress(forecast: Forecast, bar: tqdm) -> Forecast:
     """Return the same forecast, which moves the bar with every batch of dates."""
 
-    def run(*batch: Any) -> Tensor:
-        fields = forecast(*batch)
+    def run(*batch: Any) -> Iterator[Tensor]:
+        yield from forecast(*batch)
         bar.update()
-        return fields
 
     return run
 
@@ -134,7 +134,8 @@ class Validator:
             with self._averaged():
                 scores = validation.run(forecast, self.baselines, loss)
             if state.average:
-                scores.rmse["raw weights"] = validation.run(forecast, {}, loss).rmse["model"]
+                raw = validation.run(forecast, {}, loss)
+                scores.by_forecast["raw weights"] = raw.by_forecast["model"]
         self.seconds = time.monotonic() - started
         logger.info(f"validated {max(scores.num_dates)} dates in {self.seconds:.1f} s")
         self.metrics.write(scores.record(step) | {"validation_seconds": self.seconds})
@@ -148,7 +149,7 @@ class Validator:
         return average.applied() if average else nullcontext()
 
     def _plot(self, step: int, scores: Scores, example: Example) -> None:
-        """Plot losses, errors against lead time, maps and spectra of the last date; log them too."""
+        """Plot losses, errors against lead time and maps of the last date; log them too."""
         from verification.plots import plot_run  # here, because it takes half a second of every start
 
         selection, chosen = self.samples.selection, named_by(self.settings.plot_variables, scores.variables)

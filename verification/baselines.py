@@ -4,7 +4,7 @@ Shapes: B dates, L leads, V variables, H latitudes, W longitudes.
 """
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from functools import lru_cache
 from pathlib import Path
@@ -28,16 +28,16 @@ MIN_FIT_SAMPLES = 30  # fewer give factors of chance
 FIT_SAMPLES = 400  # dates of the training period, evenly spaced, that damped persistence is fitted on
 
 
-def persistence(fields: Tensor, times: Tensor, leads: Sequence[int]) -> Tensor:
-    """Return today's weather for every lead: (B, V, H, W) -> (B, L, V, H, W)."""
-    return fields[:, None].expand(-1, len(leads), -1, -1, -1)
+def persistence(fields: Tensor, times: Tensor, leads: Sequence[int]) -> list[Tensor]:
+    """Return today's weather (B, V, H, W) for every lead."""
+    return [fields] * len(leads)
 
 
 def training_mean(mean_field: Tensor) -> Forecast:
     """Return the forecast of the mean of the training period, (V, H, W), whatever the date."""
 
-    def forecast(fields: Tensor, times: Tensor, leads: Sequence[int]) -> Tensor:
-        return mean_field.expand(len(fields), len(leads), -1, -1, -1)
+    def forecast(fields: Tensor, times: Tensor, leads: Sequence[int]) -> list[Tensor]:
+        return [mean_field.expand_as(fields)] * len(leads)
 
     return forecast
 
@@ -45,10 +45,9 @@ def training_mean(mean_field: Tensor) -> Forecast:
 def damped_persistence(mean_field: Tensor, damping: dict[int, Tensor]) -> Forecast:
     """Return the forecast mean + a (state - mean), `a` by lead and variable: damping[lead] (V,)."""
 
-    def forecast(fields: Tensor, times: Tensor, leads: Sequence[int]) -> Tensor:
-        factors = torch.stack([damping[lead] for lead in leads])  # (L, V)
-        anomaly = (fields - mean_field)[:, None]  # (B, 1, V, H, W)
-        return mean_field + factors[:, :, None, None] * anomaly
+    def forecast(fields: Tensor, times: Tensor, leads: Sequence[int]) -> Iterator[Tensor]:
+        for lead in leads:
+            yield mean_field + damping[lead][:, None, None] * (fields - mean_field)
 
     return forecast
 
@@ -152,7 +151,8 @@ class AnalysesForecast:
         for row, time in enumerate(self.times[dates]):
             if time in self.archive.times:
                 seconds = torch.tensor([int(time.astype("datetime64[s]").astype(int))])
-                out[row] = self.forecast(self._state(time)[None], seconds, steps)[0, :, rows].numpy()
+                for lead, fields in enumerate(self.forecast(self._state(time)[None], seconds, steps)):
+                    out[row, lead] = fields[0, rows].numpy()
         return out
 
     def _read_state(self, time: np.datetime64) -> Tensor:

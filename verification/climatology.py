@@ -9,7 +9,7 @@ Source: WeatherBench2, scripts/compute_climatology.py and utils.compute_hourly_s
 
 import re
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -21,14 +21,14 @@ import zarr
 
 from datasets.archive import Archive
 from datasets.field_dataset import stream
-from datasets.fields import Field
-from datasets.files import OpenFile, find_files
+from datasets.fields import Field, NamedFields
+from datasets.files import CLIMATOLOGY_ROLES, OpenFile, find_files
 from datasets.grid import Grid
 from datasets.layouts import open_fields
 from datasets.remote import NO_OPTIONS, Access
 from datasets.variables import split_name
 from errors import DataError
-from verification.stores import FieldsByName, all_levels, attributes_of, create_store
+from verification.stores import all_levels, attributes_of, create_store
 
 DAYS, WINDOW = 366, 61
 MIN_YEARS = 3  # in fewer a window of 61 days has the weather of single weeks
@@ -36,7 +36,6 @@ SUMS_BYTES = 2**31  # of sums held at once
 CHUNK_BYTES = 2**18  # of a stored chunk: some days of one level
 FINGERPRINT = "computed_from"  # attribute of a store
 DONE = "done"  # folder in a store that is not complete, with a file for each hour of a variable
-CLIMATOLOGY_ROLES = {"hour": "hour", "dayofyear": "dayofyear"}
 
 
 def smoothing() -> np.ndarray:
@@ -184,18 +183,20 @@ def describe_shortage(period: str, by_day: bool) -> str:
     return ""
 
 
-class Climatology(FieldsByName):
+class Climatology(NamedFields):
     """A stored climatology, by hour and day of year, or by one of both."""
 
-    def __init__(
-        self, path: str, fields: Sequence[Field], labels: Mapping[str, Sequence[int]], period: str
-    ) -> None:
-        """labels: of the axes that it has, "hour" and "dayofyear"."""
+    def __init__(self, path: str, fields: Sequence[Field], period: str) -> None:
+        """fields: with a label of each hour, or day of the year. Raises DataError if one occurs twice."""
         super().__init__(path, fields)
+        labels = {axis: own.tolist() for field in fields for axis, own in field.labels.items()}
         self.rows = {axis: {label: i for i, label in enumerate(own)} for axis, own in labels.items()}
+        for axis, own in labels.items():
+            if len({*own}) < len(own) or any(field.size(axis) not in (1, len(own)) for field in fields):
+                raise DataError(f"{path!r}: its coordinate {axis} does not label each of its fields once")
         self.caveat = describe_shortage(period, "dayofyear" in labels)
 
-    def _find(self, time: np.datetime64) -> dict[str, int | None]:
+    def _rows_of(self, time: np.datetime64) -> dict[str, int | None]:
         """Return the positions of a date's hour and day of year on the axes, None where one lacks it."""
         stamp = pd.Timestamp(time)
         labels = {"hour": stamp.hour, "dayofyear": int(stamp.day_of_year)}
@@ -203,7 +204,7 @@ class Climatology(FieldsByName):
 
     def has(self, time: np.datetime64) -> bool:
         """Return True if it has the hour and the day of year of a date."""
-        return None not in self._find(time).values()
+        return None not in self._rows_of(time).values()
 
     def describe(self) -> str:
         """Return its hours and how many days of the year it has."""
@@ -216,7 +217,7 @@ class Climatology(FieldsByName):
         date or a variable that it lacks.
         """
         slices = {}
-        for axis, row in self._find(time).items():
+        for axis, row in self._rows_of(time).items():
             if row is None:
                 raise DataError(f"{self.path!r} has {self.describe()}: no climatology of {time}")
             slices[axis] = slice(row, row + 1)
@@ -230,31 +231,8 @@ def open_climatology(path: str, access: Access = NO_OPTIONS) -> Climatology:
     fields = [field for field in found if {"hour", "dayofyear"} & set(field.roles)]
     if not fields:
         raise DataError(f"{path!r} is no climatology: no variable has a dimension hour or dayofyear")
-    file = OpenFile.open(file_path, access)[0]
-    labels = {axis: axis_labels(file, path, axis, fields) for axis in ("hour", "dayofyear")}
-    known = {axis: own for axis, own in labels.items() if own}
-    return Climatology(path, fields, known, str(file.attrs.get("period", "dates not named")))
-
-
-def axis_labels(file: OpenFile, path: str, axis: str, fields: Sequence[Field]) -> list[int]:
-    """Return the labels of an axis, [] if no field has it; without a coordinate hours from 0, days from 1.
-
-    Raises DataError if they cannot be read, or fields have axes of different lengths.
-    """
-    sizes = {field.size(axis) for field in fields if axis in field.roles}
-    if not sizes:
-        return []
-    names = [name for name in file.arrays if file.role(name, CLIMATOLOGY_ROLES) == axis]
-    try:
-        labels = np.atleast_1d(file.fetch(names[0])) if names else np.arange(max(sizes)) + (axis != "hour")
-        found = [int(label) for label in labels]
-    except (RuntimeError, ValueError, TypeError, OSError) as error:
-        raise DataError(f"{path!r}: its coordinate {axis} cannot be read ({error}); mend it") from None
-    if sizes != {len(found)} or len({*found}) < len(found):
-        raise DataError(
-            f"{path!r}: its coordinate {axis} does not label each of its {max(sizes)} fields once"
-        )
-    return found
+    period = OpenFile.open(file_path, access)[0].attrs.get("period", "dates not named")
+    return Climatology(path, fields, str(period))
 
 
 class ClimatologyForecast:

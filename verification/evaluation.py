@@ -62,27 +62,30 @@ class Evaluation:
 
 
 class Tally:
-    """What is counted of one forecast. `table` (S + 2, n, L, V, R) float64: the statistics of each date and
-    lead, the part of the area that is scored, and 1 where there is a truth.
+    """Statistics of one forecast, here and in the validation of train.py.
+
+    `table` (S + 2, n, L, V, R) float64: those of each date and lead, the part of the area that is scored, and
+    1 where there is a truth.
     """
 
     def __init__(
         self,
-        forecast: ForecastFields,
         variables: Sequence[str],
+        num_members: int,
         shape: tuple[int, int],
-        with_climatology: bool,
         means: RegionMeans,
-        details: Details | None,
+        with_climatology: bool = False,
+        details: Details | None = None,
     ) -> None:
         """shape: numbers of dates and leads."""
-        self.forecast, self.variables, self.means, self.details = forecast, list(variables), means, details
-        self.statistics = statistic_names(with_climatology, forecast.num_members)
+        self.variables, self.num_members = list(variables), num_members
+        self.means, self.details = means, details
+        self.statistics = statistic_names(with_climatology, num_members)
         stored = [name for name in self.statistics if name not in DERIVED]
         size = (len(stored) + 2, *shape, len(self.variables), len(means.weight))
         self.table = torch.zeros(size, dtype=torch.float64, device=means.rows.device)
 
-    def add(self, pair: Pair, part: slice) -> None:
+    def add(self, pair: Pair, part: slice = slice(None)) -> None:
         """Count some variables of a pair. Called from threads."""
         truth, clim = pair.truth[part], None if pair.climatology is None else pair.climatology[part]
         values, present = date_statistics(pair.forecast[..., part, :, :], truth, clim, self.means)
@@ -92,6 +95,12 @@ class Tally:
             area = torch.where(present, self.means.total(scored) / self.means.total(all_cells), 0.0)
         entry = self.table[:, pair.date, pair.lead]
         entry[:, pair.rows[part]] = torch.cat([values, area[None], present[None].double()])
+
+    def reduce(self) -> None:
+        """Add what all ranks have counted, on all ranks. Each date is counted by one of them: bit-exact."""
+        dist.all_reduce(self.table)
+        if self.details:
+            self.details.reduce()
 
     def arrays(self, dates: list[int]) -> dict[str, Any]:
         """Return what is counted of the dates, which are all so far, for `add_arrays`."""
@@ -120,7 +129,7 @@ class Tally:
         num_dates = present.double().sum(dim=0)  # (L, V, R)
         common_area = torch.where(present, area, 0.0).sum(dim=0) / num_dates
         final = {"num_dates": num_dates, "common_area": common_area}
-        final |= final_scores(dict(zip(self.statistics, totals, strict=True)), self.forecast.num_members)
+        final |= final_scores(dict(zip(self.statistics, totals, strict=True)), self.num_members)
         coords = {"metric": list(final), "region": regions, "lead_time": leads.astype("timedelta64[ns]")}
         coords["num_dates"] = ("lead_time", num_dates.flatten(1).amax(1).long().cpu().numpy())
         table = torch.stack(list(final.values())).permute(0, 3, 1, 2).cpu().numpy()
@@ -184,7 +193,8 @@ def evaluate_together(
         about = (own, grid, forecast.num_members, device, matcher.units)
         details = Details(detailed, *about) if detailed else None
         shape = (len(times), len(leads))
-        tallies[name] = Tally(forecast, own, shape, climatology is not None, means, details)
+        has_climatology = climatology is not None
+        tallies[name] = Tally(own, forecast.num_members, shape, means, has_climatology, details)
     score_pairs(matcher, tallies, progress, saved)
     if not any(tally.table[-1].any() for tally in tallies.values()):
         when = times[0] + leads[0] if len(times) and len(leads) else "any date"
@@ -234,9 +244,7 @@ def score_pairs(
             tally.add_arrays(arrays["dates"].tolist(), own)
     if ranks > 1:
         for tally in tallies.values():
-            dist.all_reduce(tally.table)
-            if tally.details:
-                tally.details.reduce()
+            tally.reduce()
 
 
 def dates_before(saved: SavedParts, earlier: list[dict[str, Any]]) -> list[int]:

@@ -1,7 +1,7 @@
 """Maps of fields in degrees, with coastlines, and ranges of colours for what is compared.
 
-Coastlines are Natural Earth's (coastlines.csv, public domain), or the outline of the data's own land-sea mask
-if it is of another planet or fine enough to be drawn. Shapes: H latitudes, W longitudes.
+Coastlines are the outline of the data's own land-sea mask, which may be of another planet, or else Natural
+Earth's (coastlines.csv, public domain). Shapes: H latitudes, W longitudes.
 """
 
 from functools import cache
@@ -16,8 +16,6 @@ from datasets.grid import Grid, latitude_bounds, longitude_bounds
 
 COASTLINES = Path(__file__).with_name("coastlines.csv")
 STEPS = [1, 1.5, 2, 3, 6, 10]  # of ticks: 15, 20, 30, 60 degrees
-FINE_SPACING = 1.5  # degrees: up to here a land-sea mask gives coastlines without steps
-EARTH_SHARE = 0.8  # of Earth's coast that is at the coast of a coarse mask of Earth
 MAX_COLUMNS = 720  # of cells: a panel has fewer pixels, and nine of 1024 x 2048 take 1.1 GiB
 OUTLIERS = 0.1  # per cent at either end that the range of colours may leave out
 
@@ -34,7 +32,7 @@ def draw_map(
 ) -> None:
     """Draw a field (H, W) on its grid, in degrees, with coastlines and a colour bar."""
     mesh = axes.pcolormesh(*thin(grid, field), shading="nearest", rasterized=True, **colors)
-    if land is not None and not (is_coarse(land.grid) and is_earth(land)):
+    if land is not None:
         axes.contour(*thin(*land), levels=[0.5], colors="k", linewidths=0.6)
     else:
         for shift in (-360, 0, 360):  # for maps that go on east or west of 180
@@ -54,25 +52,6 @@ def thin(grid: Grid, field: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndar
     """Return longitudes, latitudes and values of every n-th cell: a mean would hide noise."""
     every = -(-field.shape[1] // MAX_COLUMNS)
     return grid.longitude[::every], grid.latitude[::every], field[::every, ::every]
-
-
-def is_coarse(grid: Grid) -> bool:
-    """Return True if contours of a mask on the grid would show its cells."""
-    return float(np.abs(np.diff(grid.latitude)).mean()) > FINE_SPACING
-
-
-def is_earth(land: Land) -> bool:
-    """Return True if most of Natural Earth's coast on the grid has land and sea in the cells next to it."""
-    points = coastlines()[np.isfinite(coastlines()).all(axis=1)]
-    north, east = land.grid.latitude, land.grid.longitude
-    inside = (points[:, 1] >= north[-1]) & (points[:, 1] <= north[0])
-    points = points[inside & ((points[:, 0] - east[0]) % 360 <= east[-1] - east[0])]
-    rows = np.abs(north[:, None] - points[:, 1]).argmin(axis=0)
-    columns = np.abs((points[:, 0] - east[:, None] + 180) % 360 - 180).argmin(axis=0)
-    steps = np.array(list(np.ndindex(3, 3))) - 1
-    near_rows = (rows[:, None] + steps[:, 0]).clip(0, len(north) - 1)
-    near = land.mask[near_rows, (columns[:, None] + steps[:, 1]) % len(east)] > 0.5
-    return len(points) > 0 and float((near.any(axis=1) & ~near.all(axis=1)).mean()) > EARTH_SHARE
 
 
 def degrees_north(latitude: float) -> str:

@@ -21,7 +21,7 @@ from datasets.grid import Grid
 from datasets.normalization import boundary_cells
 from datasets.plausibility import refuse_fills
 from datasets.regrid import Regridder
-from datasets.variables import CONVERSIONS, UnitConversion, plain_units, split_name
+from datasets.variables import UnitConversion, find_conversion, split_name
 from errors import DataError
 from verification.climatology import Climatology
 from verification.stores import COMPUTED, DIVERGED, NOT_COMPUTED
@@ -327,14 +327,10 @@ def unit_converter(
 
 def conversion_between(name: str, theirs: str, ours: str) -> UnitConversion:
     """Return the conversion of a variable's units, in either direction of the table. Raises DataError."""
-    source, target = plain_units(theirs), plain_units(ours)
-    if source == target or not source or not target:
-        return UnitConversion()
-    if (source, target) in CONVERSIONS:
-        return CONVERSIONS[source, target]
-    if (target, source) in CONVERSIONS:
-        factor, offset = CONVERSIONS[target, source]
-        return UnitConversion(1 / factor, -offset / factor)
+    if found := find_conversion(theirs, ours):
+        return found
+    if inverse := find_conversion(ours, theirs):
+        return UnitConversion(1 / inverse.factor, -inverse.offset / inverse.factor)
     reason = f"{theirs!r} in what is scored and {ours!r} in the truth"
     raise DataError(f"{name}: its units are {reason}, and there is no conversion; correct the attribute")
 

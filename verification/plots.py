@@ -11,7 +11,6 @@ matplotlib.use("Agg")  # a cluster has no screen
 import matplotlib.pyplot as plt
 import numpy as np
 import pandas as pd
-import torch
 import xarray as xr
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
@@ -20,10 +19,9 @@ from matplotlib.ticker import MaxNLocator
 from datasets.grid import Grid
 from datasets.variables import named_by, short_label
 from jobs.journal import read_records
-from verification.details import Details, mean_over_latitudes
+from verification.details import mean_over_latitudes
 from verification.evaluation import Evaluation
 from verification.maps import Land, draw_map, error_colors, field_colors
-from verification.matching import Pair
 from verification.report import DAY, GRAVITY
 from verification.score_tables import (
     describe_dates,
@@ -113,24 +111,18 @@ def plot_run(
 ) -> dict[str, Path]:
     """Write the plots of a run into `folder`/plots; return the file of each by name.
 
-    chosen: the variables of maps and spectra, the first ones where none is named.
+    chosen: the variables of maps, the first ones where none is named.
     """
     date, every = example
     fields = {name: every[name] for name in chosen or list(every)[:MAX_MAPS]}
-    names = ("loss", "rmse", "maps", *(["spectra"] if grid.periodic else []))
-    files = {name: folder / f"plots/{name}.png" for name in names}
+    files = {name: folder / f"plots/{name}.png" for name in ("loss", "rmse", "maps")}
     figure, (axes,) = build_panels(1, f"Loss: {folder.name}", size=(8, 4))
     draw_losses(axes, {"": read_records(folder / "metrics.jsonl")})
     save(figure, files["loss"])
     dates = describe_dates(scores.num_dates, scores.lead_hours)
     title = f"{TITLES['rmse']}, validation period: {dates}"
-    plot_by_lead(scores.datasets(), "rmse", scores.variables, title, files["rmse"])
+    plot_by_lead(scores.by_forecast, "rmse", scores.variables, title, files["rmse"])
     plot_maps(date, fields, scores, grid, land, files["maps"])
-    if grid.periodic:
-        title = f"Zonal energy of a {scores.lead_hours[0]} h forecast from {str(date)[:16]} UTC"
-        plot_spectra(
-            {"forecast": spectra_of_example(fields, scores, grid)}, title, files["spectra"], list(fields)
-        )
     return files
 
 
@@ -163,24 +155,12 @@ def plot_maps(
     figure, panels = build_panels(3 * len(fields), title, columns=3, size=(4.5, 2.4))
     for row, (variable, (truth, forecast)) in enumerate(fields.items()):
         error, colors = forecast - truth, field_colors(truth, forecast)
-        label = label_with(variable, scores.units[variable])
+        label = label_with(variable, units_of(scores.by_forecast["model"], variable))
         rms = f"forecast - truth (unweighted RMS {np.sqrt(np.nanmean(error**2)):.3g})"
         draw_map(panels[3 * row], grid, truth, f"truth: {label}", own_land, **colors)
         draw_map(panels[3 * row + 1], grid, forecast, f"forecast: {label}", own_land, **colors)
         draw_map(panels[3 * row + 2], grid, error, rms, own_land, **error_colors(error))
     save(figure, target)
-
-
-def spectra_of_example(
-    fields: dict[str, tuple[np.ndarray, np.ndarray]], scores: Scores, grid: Grid
-) -> xr.Dataset:
-    """Return `Evaluation.spectra` of one forecast; fields as in `plot_maps`."""
-    truth, forecast = (torch.from_numpy(np.stack(part)) for part in zip(*fields.values(), strict=True))
-    details = Details([0], list(fields), grid, 0, "cpu", scores.units)
-    details.add(Pair("", 0, 0, list(range(len(truth))), forecast, truth, truth, None))
-    spectra = details.energy(np.array(scores.lead_hours[:1], "timedelta64[h]"))
-    assert spectra is not None, "the grid does not go round the globe"
-    return spectra
 
 
 # -- scores against lead time

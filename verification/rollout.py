@@ -3,7 +3,7 @@
 Shapes: B dates, h states of a window, L leads, V variables, H latitudes, W longitudes.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from torch import Tensor
 
@@ -12,9 +12,9 @@ from datasets.normalization import Normalizer
 from models.noise import keys_of_members
 
 # Any forecast: physical states (B, V, H, W), to the model windows (B, h V, H, W), their dates
-# (B,) in seconds since 1970, and the leads in model steps, ascending -> physical fields (B, L, V, H, W). The
-# model, persistence and climatology all look like this.
-Forecast = Callable[[Tensor, Tensor, Sequence[int]], Tensor]
+# (B,) in seconds since 1970, and the leads in model steps, ascending -> physical fields (B, V, H, W) of one
+# lead after the other. The model, persistence and climatology all look like this.
+Forecast = Callable[[Tensor, Tensor, Sequence[int]], Iterable[Tensor]]
 Model = Callable[[Tensor], Tensor]
 
 # A state has blown up when it lies so many standard deviations from the mean, or so many times further than
@@ -60,22 +60,19 @@ def model_forecast(
     seed: int = 0,
     known: Callable[[int, Tensor], Tensor] | None = None,
 ) -> Forecast:
-    """Return the model as a forecast; of an ensemble the rows are those of all members: (B M, L, V, H, W).
+    """Return the model as a forecast; of an ensemble the rows are those of all members: (B M, V, H, W).
 
     known: see `rollout`.
     """
 
-    def forecast(start: Tensor, times: Tensor, leads: Sequence[int]) -> Tensor:
+    def forecast(start: Tensor, times: Tensor, leads: Sequence[int]) -> Iterator[Tensor]:
         keys = keys_of_members(seed, 0, times, members)
         start, times = (each.repeat_interleave(members, dim=0) for each in (start, times))
         settings = (predict, normalizer, conditions, step_seconds)
         windows = rollout(*settings, start, times, max(leads), keys, known)
-        # Each into its place: a list of them and the stack would be twice the memory.
-        found = start.new_empty((len(start), len(leads), *normalizer.newest(start).shape[1:]))
         for lead, window in enumerate(windows, 1):
             if lead in leads:
-                found[:, leads.index(lead)] = normalizer.denormalize(normalizer.newest(window))
-        return found
+                yield normalizer.denormalize(normalizer.newest(window))
 
     return forecast
 

@@ -13,7 +13,6 @@ from datasets.variables import group_levels, split_name, units
 PURE = (
     "acc",
     "acc_ratio_of_means",
-    "spread_skill",
     "spread_skill_ratio",
     "unbiased_spread_skill_ratio",
     "num_dates",

@@ -1,4 +1,4 @@
-"""Stores of forecasts and climatologies in WeatherBench2's schema: read by names, and created empty."""
+"""Stores of forecasts and climatologies in WeatherBench2's schema, created empty."""
 
 import warnings
 from collections.abc import Mapping, Sequence
@@ -10,10 +10,8 @@ import xarray as xr
 import zarr
 from zarr.codecs import BloscCodec
 
-from datasets.fields import Field
 from datasets.grid import Grid
-from datasets.variables import STANDARD_NAMES, full_name, group_levels, nearest_name, split_name, units
-from errors import DataError
+from datasets.variables import STANDARD_NAMES, group_levels, split_name, units
 
 # Attributes of coordinates and stores by the CF conventions, which other tools find them by.
 CONVENTIONS = {"Conventions": "CF-1.11"}
@@ -34,46 +32,6 @@ STATUS_FLAGS = {
     "flag_meanings": "not_computed computed diverged no_initial_analysis",
 }
 COMPRESSOR = BloscCodec(cname="lz4", clevel=5, shuffle="shuffle", typesize=4)  # WeatherBench2's
-
-
-class FieldsByName:
-    """Fields of one file with other axes than analyses have: `variables` on a `grid`, north to south."""
-
-    def __init__(
-        self, path: str, fields: Sequence[Field], unreadable: Mapping[str, str] | None = None
-    ) -> None:
-        """unreadable: name of an array -> why it is none of the fields."""
-        self.path, self.unreadable, self.grid = path, dict(unreadable or {}), fields[0].orientation.grid
-        self._fields = {name: (field, i) for field in fields for i, name in enumerate(field.names)}
-        self.variables = list(self._fields)
-        dims = [(field, i) for field in fields for i, role in enumerate(field.roles) if not role]
-        self.extra_dimensions = {field.dims[i] for field, i in dims}
-
-    def units(self, name: str) -> str:
-        """Return the units of what is read, "" if the file does not name any."""
-        return self._fields[name][0].units if name in self._fields else ""
-
-    def read_fields(
-        self, variables: Sequence[str], axes: Sequence[str], slices: Mapping[str, slice]
-    ) -> np.ndarray:
-        """Return (*axes, V, H, W) float32, NaN where missing: each array is read once for all its levels.
-
-        slices: of some axes, all of the others. Raises DataError for a variable that is not there.
-        """
-        if missing := next((name for name in variables if name not in self._fields), None):
-            why = self.unreadable.get(full_name(missing).partition(":")[0])
-            hint = f": {why}" if why else nearest_name(missing, self.variables)
-            raise DataError(f"{self.path!r} has no {missing!r}{hint}")
-        found = [self._fields[name] for name in variables]
-        arrays: dict[int, np.ndarray] = {}
-        for field in dict.fromkeys(field for field, _ in found):
-            levels = [level for each, level in found if each is field]
-            levels = slice(min(levels), max(levels) + 1)
-            block = field.read((*axes, "level"), {**slices, "level": levels})
-            for row, (each, level) in enumerate(found):
-                if each is field:
-                    arrays[row] = block[..., level - levels.start, :, :].astype(np.float32, copy=False)
-        return np.stack([arrays[row] for row in range(len(found))], axis=-3)
 
 
 def all_levels(variables: Sequence[str]) -> list[int]:

@@ -1,13 +1,12 @@
 """Scoring forecasts over every date of a period, exactly once, on any number of ranks.
 
-Shapes: B dates, M members of an ensemble (1 of any other forecast), h states of a window
-(datasets/field_dataset.py), L leads, V variables, H latitudes, W longitudes, n dates in all, S statistics.
+The sums over dates are those of evaluate.py. Shapes: B dates, M members of an ensemble (1 of any other
+forecast), h states of a window (datasets/field_dataset.py), L leads, V variables, H latitudes, W longitudes,
+n dates in all.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from functools import partial
-from itertools import product
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -17,64 +16,74 @@ from torch import Tensor
 
 from datasets.field_dataset import FieldDataset, split_sample
 from datasets.loader import EvaluationSampler, build_loader, unwrap_errors
+from verification.evaluation import Tally
+from verification.matching import Pair
 from verification.report import table
 from verification.rollout import Forecast
-from verification.score_tables import by_variable, describe_dates
-from verification.scores import RegionMeans, date_statistics, ensemble_scores, statistic_names
+from verification.score_tables import describe_dates, lead_hours, select
+from verification.scores import WIND_VECTORS, RegionMeans
 
 Loss = Callable[[Tensor, Tensor], Tensor]
 # An initial date, and variable -> (truth, forecast), each (H, W).
 Example = tuple[np.datetime64, dict[str, tuple[np.ndarray, np.ndarray]]]
+# Of an ensemble: keys of metrics.jsonl, metrics of evaluate.py, titles of tables.
+OF_MEMBERS = (
+    ("crps", "crps", "CRPS of the members"),
+    ("spread_skill", "unbiased_spread_skill_ratio", "spread over skill: 1 if reliable"),
+)
 
 
 @dataclass
 class Scores:
-    """Scores of a validation: tables (L, V) in physical units by forecast, and the loss of the model.
+    """Scores of a validation, by forecast in the form of `Evaluation.scores`, and the loss of the model.
 
-    Of an ensemble `rmse` is its mean's, and `ensemble` has "crps" and "spread_skill" of its members.
+    Of an ensemble "rmse" is its mean's.
     """
 
     variables: Sequence[str]
-    lead_hours: Sequence[int]
-    num_dates: Sequence[int]  # with a truth, a lead
-    units: dict[str, str]  # by variable
-    rmse: dict[str, Tensor]
+    by_forecast: dict[str, xr.Dataset]  # "model", baselines
     loss: float
-    ensemble: dict[str, Tensor] = field(default_factory=dict)
+
+    @property
+    def lead_hours(self) -> list[int]:
+        return lead_hours(self.by_forecast["model"])
+
+    @property
+    def num_dates(self) -> list[int]:
+        """Return how many dates have a truth, a lead."""
+        return self.by_forecast["model"]["num_dates"].values.tolist()
+
+    def values(self, metric: str, name: str = "model") -> np.ndarray:
+        """Return a score (L, V) of a forecast."""
+        scores = self.by_forecast[name]
+        return np.stack([select(scores, metric, variable).values for variable in self.variables], axis=-1)
 
     def record(self, step: int) -> dict[str, float]:
         """Return the validation object of metrics.jsonl: leads but for the first end in @<hours>h."""
         record: dict[str, float] = {"step": step, "val/loss": self.loss}
         suffixes = ["", *(f"@{hours}h" for hours in self.lead_hours[1:])]
         record |= {f"val/dates{suffix}": n for suffix, n in zip(suffixes, self.num_dates, strict=True)}
-        keys = {name: "rmse" if name == "model" else f"rmse_{name.replace(' ', '_')}" for name in self.rmse}
-        for key, values in ({keys[name]: rmse for name, rmse in self.rmse.items()} | self.ensemble).items():
-            names = [f"val/{key}/{variable}{suffix}" for suffix in suffixes for variable in self.variables]
-            record |= dict(zip(names, values.flatten().tolist(), strict=True))
+        keys = {
+            name: "rmse" if name == "model" else f"rmse_{name.replace(' ', '_')}" for name in self.by_forecast
+        }
+        tables = {key: self.values("rmse", name) for name, key in keys.items()}
+        tables |= {key: self.values(metric) for key, metric, _ in self.of_members}
+        for key, values in tables.items():
+            keys = [f"val/{key}/{variable}{suffix}" for suffix in suffixes for variable in self.variables]
+            record |= dict(zip(keys, values.ravel().tolist(), strict=True))
         return record
 
-    def datasets(self) -> dict[str, xr.Dataset]:
-        """Return scores by forecast in the form of `Evaluation.scores`, of the region "global"."""
-        counts = torch.tensor(self.num_dates)[:, None].expand(-1, len(self.variables))
-        leads = np.array(self.lead_hours, "timedelta64[h]").astype("timedelta64[ns]")
-        dims = ("metric", "region", "lead_time", "variable")
-        datasets = {}
-        for name, rmse in self.rmse.items():
-            tables = {"rmse": rmse, "num_dates": counts, **(self.ensemble if name == "model" else {})}
-            coords = {"metric": list(tables), "region": ["global"], "lead_time": leads}
-            coords["num_dates"] = ("lead_time", list(self.num_dates))
-            values = torch.stack([each.double().cpu() for each in tables.values()])[:, None].numpy()
-            datasets[name] = by_variable(values, dims, self.variables, coords, self.units)
-        return datasets
+    @property
+    def of_members(self) -> list[tuple[str, str, str]]:
+        """Return the OF_MEMBERS that the model has."""
+        return [each for each in OF_MEMBERS if each[1] in self.by_forecast["model"]["metric"]]
 
     def table(self) -> str:
         """Return the RMSE by variable and lead as text; of an ensemble also its scores."""
-        scores, dates = self.datasets(), describe_dates(self.num_dates, self.lead_hours)
-        texts = [table(scores, "rmse", f"validation over {dates}")]
-        model = {"model": scores["model"]}
-        titles = {"crps": "CRPS of the members", "spread_skill": "spread over skill: 1 if reliable"}
-        texts += [table(model, metric, titles[metric]) for metric in self.ensemble]
-        return "\n\n".join(texts)
+        dates = describe_dates(self.num_dates, self.lead_hours)
+        texts = [table(self.by_forecast, "rmse", f"validation over {dates}")]
+        model = {"model": self.by_forecast["model"]}
+        return "\n\n".join(texts + [table(model, metric, title) for _, metric, title in self.of_members])
 
 
 class Validation:
@@ -107,16 +116,15 @@ class Validation:
         self.sampler = EvaluationSampler(self.num_samples, batch_size, *part)
         # One batch ahead: each has the truth at every lead.
         self.loader = build_loader(dataset, self.sampler, num_workers, 1, pin=device.type == "cuda")
-        self.known: dict[str, Tensor] = {}
+        self.known: dict[str, xr.Dataset] = {}
 
     @torch.no_grad()
     def run(self, model: Forecast, baselines: dict[str, Forecast], loss: Loss) -> Scores:
         """Score the model, and the first time the baselines."""
         forecasts = {"model": model, **({} if self.known else baselines)}
-        shape = (self.num_samples, len(self.lead_steps), len(self.variables))
-        zeros = partial(torch.zeros, dtype=torch.float64, device=self.device)
-        sums = {name: zeros(len(self._statistics(name)), *shape) for name in forecasts}
-        losses, present = zeros(self.num_samples), zeros(shape)
+        shape, members = (self.num_samples, len(self.lead_steps)), {"model": self.members}
+        tallies = {n: Tally(self.variables, members.get(n, 1), shape, self.mean) for n in forecasts}
+        losses = torch.zeros(self.num_samples, dtype=torch.float64, device=self.device)
         batches = zip(self.sampler.batches, unwrap_errors(iter(self.loader)), strict=True)
         for indices, (fields, times) in batches:
             fields, times = self.dataset.unpack(fields.to(self.device)), times.to(self.device)
@@ -124,26 +132,29 @@ class Validation:
             state = fields[:, 0]
             rows = [row for row, date in enumerate(indices) if date >= 0]  # others are another rank's
             for name, forecast in forecasts.items():
-                predicted = forecast(window if name == "model" else state, times, self.lead_steps)
-                predicted = predicted.unflatten(0, (len(state), -1))  # (B, M, L, V, H, W)
-                for row, lead in product(rows, range(len(self.lead_steps))):
-                    date, members = indices[row], predicted[row, :, lead]
-                    # Cells missing at the start are left out: persistence has no value there.
-                    truth = torch.where(torch.isfinite(state[row]), truths[row, lead], torch.nan)
-                    if self.boundary is not None:
-                        truth.masked_fill_(self.boundary, torch.nan)
-                    scored = members[:, : len(self.variables)]  # without forcing variables
-                    scored, known = scored if len(scored) > 1 else scored[0], truth[: len(self.variables)]
-                    values, there = date_statistics(scored, known, None, self.mean)
-                    sums[name][:, date, lead] = torch.where(there, values, 0.0)[..., 0]
-                    present[date, lead] = there[:, 0].double()
-                    if name == "model" and lead == 0 and there.any():
-                        losses[date] = loss(members, truth[None])
-        return self._scores(sums, losses, present)
+                start = window if name == "model" else state
+                for lead, predicted in enumerate(forecast(start, times, self.lead_steps)):
+                    predicted = predicted.unflatten(0, (len(state), -1))  # (B, M, V, H, W)
+                    for row in rows:
+                        date, truth = indices[row], self._scored(truths[row, lead], state[row])
+                        self._add(tallies[name], date, lead, predicted[row], truth)
+                        if name == "model" and lead == 0 and tallies[name].table[-1, date, 0].any():
+                            losses[date] = loss(predicted[row], truth[None])
+        return self._scores(tallies, losses)
 
-    def _statistics(self, name: str) -> list[str]:
-        """Return the names of the `date_statistics` of a forecast."""
-        return list(statistic_names(False, self.members if name == "model" else 1)[:-1])
+    def _scored(self, truth: Tensor, state: Tensor) -> Tensor:
+        """Return a truth (V, H, W) without cells that are missing at the start, or on the boundary:
+        persistence has no value there.
+        """
+        truth = torch.where(torch.isfinite(state), truth, torch.nan)
+        return truth if self.boundary is None else truth.masked_fill_(self.boundary, torch.nan)
+
+    def _add(self, tally: Tally, date: int, lead: int, members: Tensor, truth: Tensor) -> None:
+        """Count a forecast (M, V, H, W), without forcing variables."""
+        rows, truth = list(range(len(self.variables))), truth[: len(self.variables)]
+        scored = members[:, : len(rows)]
+        scored = scored if len(scored) > 1 else scored[0]
+        tally.add(Pair("", date, lead, rows, scored, truth, truth, None))
 
     @torch.no_grad()
     def last_date(self, forecast: Forecast) -> Example:
@@ -153,31 +164,26 @@ class Validation:
         last = int(np.flatnonzero(self.dataset.samples[:, self.history] >= 0)[-1])
         fields, times = self.dataset.__getitems__([last])
         (window, truths), first = split_sample(fields, self.history), self.lead_steps[:1]
-        predicted = forecast(window.to(self.device), times.to(self.device), first)[:, 0].mean(dim=0).cpu()
+        by_lead = forecast(window.to(self.device), times.to(self.device), first)
+        predicted = next(iter(by_lead)).mean(dim=0).cpu()
         pairs = zip(truths[0, 0].numpy(), predicted.numpy(), strict=True)
         return np.datetime64(int(times), "s"), dict(zip(self.variables, pairs, strict=False))
 
-    def _scores(self, sums: dict[str, Tensor], losses: Tensor, present: Tensor) -> Scores:
+    def _scores(self, tallies: dict[str, Tally], losses: Tensor) -> Scores:
         """Return the scores of all ranks, bit-exact on any number: each date is not 0 on one of them only."""
-        for values in (*sums.values(), losses, present):
+        for values in (*(tally.table for tally in tallies.values()), losses):
             if not self.counts:
                 values.zero_()  # another rank has the same
-            dist.all_reduce(values)
-        means = {name: values.sum(dim=1) / present.sum(dim=0) for name, values in sums.items()}  # (S, L, V)
-        rmse = {name: mean[0].sqrt() for name, mean in means.items()}  # the root after the mean over dates
-        self.known |= {name: values for name, values in rmse.items() if name != "model"}
-        ensemble = {}
-        if self.members > 1:
-            of_model = dict(zip(self._statistics("model"), means["model"], strict=True))
-            scores = ensemble_scores(of_model, self.members)
-            ensemble = {"crps": scores["crps"], "spread_skill": scores["unbiased_spread_skill_ratio"]}
-        counts = (present > 0).any(-1).sum(dim=0)  # (L,)
-        return Scores(
-            self.variables,
-            [steps * self.step_hours for steps in self.lead_steps],
-            counts.tolist(),
-            {name: self.dataset.archive.units(name) for name in self.variables},
-            {"model": rmse["model"], **self.known},
-            (losses.sum() / counts[0]).item(),
-            ensemble,
-        )
+        dist.all_reduce(losses)
+        dates = self.dataset.archive.times[self.dataset.samples[:, 0]]
+        leads = np.array([steps * self.step_hours for steps in self.lead_steps], "timedelta64[h]")
+        units = {name: self.dataset.archive.units(name) for name in self.variables}
+        found: dict[str, xr.Dataset] = {}
+        for name, tally in tallies.items():
+            tally.reduce()
+            scores = tally.results(dates, leads, ["global"], units).scores
+            found[name] = scores.drop_vars(WIND_VECTORS, errors="ignore")
+        self.known |= {name: scores for name, scores in found.items() if name != "model"}
+        num_losses = tallies["model"].table[-1, :, 0].flatten(1).any(dim=1).sum()
+        by_forecast = {"model": found["model"], **self.known}
+        return Scores(self.variables, by_forecast, (losses.sum() / num_losses).item())
