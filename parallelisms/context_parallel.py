@@ -15,7 +15,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed._functional_collectives import all_gather_tensor_autograd, all_to_all_single_autograd
 
-from models.attention import Kernel
 from models.embeddings import Position, Rotary
 from parallelisms.parameter_names import blocks_of
 from parallelisms.ring_attention import ring_attention
