@@ -10,6 +10,7 @@ import os
 import shutil
 import signal
 import warnings
+import weakref
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -29,7 +30,7 @@ from datasets.store_reader import Task
 from errors import UserError, handle_stop_signals, module_command
 
 NEVER = 2**62
-BUNDLE = 2**21  # bytes that a thread fills at once: handing over a task costs as much as decoding 100 kB
+BUNDLE = 2**23  # bytes that a thread fills at once: handing over a task costs as much as decoding 100 kB
 # torchdata 0.11 calls what torch 2.13 deprecates, once a loader; there is no newer torchdata.
 warnings.filterwarnings("ignore", message="'set_vital' is deprecated")
 
@@ -98,6 +99,25 @@ class Unfinished(NamedTuple):
     copies: list[tuple[np.ndarray, np.ndarray]]  # (source, target) of states that the batch has twice
 
 
+class BatchMemory:
+    """Memory of batches on the host, used again when no tensor refers to a batch or a view of it any more.
+
+    New memory for each batch would cost as much in page faults as decoding it.
+    """
+
+    def __init__(self) -> None:
+        self.free: deque[np.ndarray] = deque()
+
+    def take(self, shape: Sequence[int], dtype: np.dtype) -> Tensor:
+        """Return a tensor of the shape and type of earlier ones, but for its first size; not initialized."""
+        memory = self.free.pop() if self.free else None
+        if memory is None or len(memory) < shape[0]:
+            memory = np.empty(shape, dtype)  # in huge pages, which numpy asks for and torch does not
+        owner = memory[: shape[0]]  # what the storage of the tensor refers to
+        weakref.finalize(owner, self.free.append, memory).atexit = False
+        return torch.from_numpy(owner)
+
+
 class ThreadedLoader:
     """The sampler's batches in order: fields (B, K, V, H, W) as stored, first dates (B,), seconds since 1970.
 
@@ -114,9 +134,10 @@ class ThreadedLoader:
 
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
         unfinished: deque[Unfinished] = deque()
+        memory = BatchMemory()
         try:
             for indices in self.sampler:
-                unfinished.append(self._start(indices))
+                unfinished.append(self._start(indices, memory))
                 if len(unfinished) > self.prefetch:
                     yield self._finish(unfinished.popleft())
             while unfinished:
@@ -125,10 +146,13 @@ class ThreadedLoader:
             for future in (future for batch in unfinished for future in batch.reads):
                 future.cancel()
 
-    def _start(self, indices: Sequence[int]) -> Unfinished:
+    def _start(self, indices: Sequence[int], memory: BatchMemory) -> Unfinished:
         dates = self.dataset.samples[list(indices)]  # (B, K)
-        shape, dtype = (*dates.shape, *self.dataset.field_shape), getattr(torch, self.dataset.dtype.name)
-        tensor = torch.empty(shape, dtype=dtype, pin_memory=self.pin)
+        shape = (*dates.shape, *self.dataset.field_shape)
+        if self.pin:  # torch itself uses pinned memory again, after copies from it have ended
+            tensor = torch.empty(shape, dtype=getattr(torch, self.dataset.dtype.name), pin_memory=True)
+        else:
+            tensor = memory.take(shape, self.dataset.dtype)
         array = tensor.numpy()
         places, first = array.reshape(dates.size, *array.shape[2:]), dict[int, np.ndarray]()
         batch = Unfinished(tensor, self.dataset.seconds(dates), [], [])
