@@ -99,23 +99,17 @@ class Unfinished(NamedTuple):
     copies: list[tuple[np.ndarray, np.ndarray]]  # (source, target) of states that the batch has twice
 
 
-class BatchMemory:
-    """Memory of batches on the host, used again when no tensor refers to a batch or a view of it any more.
+def take_memory(free: deque[np.ndarray], shape: tuple[int, ...], dtype: np.dtype, pin: bool) -> Tensor:
+    """Return a tensor in memory of `free`, which gets it back when nothing refers to the tensor or a view.
 
     New memory for each batch would cost as much in page faults as decoding it.
     """
-
-    def __init__(self) -> None:
-        self.free: deque[np.ndarray] = deque()
-
-    def take(self, shape: Sequence[int], dtype: np.dtype) -> Tensor:
-        """Return a tensor of the shape and type of earlier ones, but for its first size; not initialized."""
-        memory = self.free.pop() if self.free else None
-        if memory is None or len(memory) < shape[0]:
-            memory = np.empty(shape, dtype)  # in huge pages, which numpy asks for and torch does not
-        owner = memory[: shape[0]]  # what the storage of the tensor refers to
-        weakref.finalize(owner, self.free.append, memory).atexit = False
-        return torch.from_numpy(owner)
+    if pin:  # torch uses such memory again itself, after copies from it have ended
+        return torch.empty(shape, dtype=getattr(torch, dtype.name), pin_memory=True)
+    memory = free.pop() if free and len(free[-1]) >= shape[0] else np.empty(shape, dtype)  # of huge pages
+    owner = memory[: shape[0]]  # what the storage of the tensor refers to
+    weakref.finalize(owner, free.append, memory).atexit = False
+    return torch.from_numpy(owner)
 
 
 class ThreadedLoader:
@@ -134,10 +128,10 @@ class ThreadedLoader:
 
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
         unfinished: deque[Unfinished] = deque()
-        memory = BatchMemory()
+        free: deque[np.ndarray] = deque()  # memory of batches that nothing uses any more
         try:
             for indices in self.sampler:
-                unfinished.append(self._start(indices, memory))
+                unfinished.append(self._start(indices, free))
                 if len(unfinished) > self.prefetch:
                     yield self._finish(unfinished.popleft())
             while unfinished:
@@ -146,15 +140,11 @@ class ThreadedLoader:
             for future in (future for batch in unfinished for future in batch.reads):
                 future.cancel()
 
-    def _start(self, indices: Sequence[int], memory: BatchMemory) -> Unfinished:
+    def _start(self, indices: Sequence[int], free: deque[np.ndarray]) -> Unfinished:
         dates = self.dataset.samples[list(indices)]  # (B, K)
         shape = (*dates.shape, *self.dataset.field_shape)
-        if self.pin:  # torch itself uses pinned memory again, after copies from it have ended
-            tensor = torch.empty(shape, dtype=getattr(torch, self.dataset.dtype.name), pin_memory=True)
-        else:
-            tensor = memory.take(shape, self.dataset.dtype)
-        array = tensor.numpy()
-        places, first = array.reshape(dates.size, *array.shape[2:]), dict[int, np.ndarray]()
+        tensor = take_memory(free, shape, self.dataset.dtype, self.pin)
+        places, first = tensor.numpy().reshape(dates.size, *shape[2:]), dict[int, np.ndarray]()
         batch = Unfinished(tensor, self.dataset.seconds(dates), [], [])
         for date, place in zip(dates.flat, places, strict=True):
             if date in first:
