@@ -18,11 +18,14 @@ else
             [[ -n "$base" ]] || { echo "rossby: Python 3.11 to 3.14 is needed; none is on PATH" >&2; exit 2; }
             "$base" -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 15))' 2>/dev/null && break
         done
+        started=$SECONDS
         echo "rossby: setting up .venv from requirements.txt (once; some minutes)" >&2
         [[ -x "$PYTHON" ]] || "$base" -m venv "$project/.venv"
-        "$PYTHON" -m pip install --quiet --disable-pip-version-check --no-compile -r "$project/requirements.txt"
+        # Twice quiet: errors alone, no warning about a place that lacks a package.
+        "$PYTHON" -m pip install --quiet --quiet --disable-pip-version-check --no-compile -r "$project/requirements.txt"
         "$PYTHON" -m compileall -qq -j 0 "$project/.venv/lib" || true # on all cores, where pip takes one
         cp "$project/requirements.txt" "$project/.venv/installed.txt"
+        echo "rossby: .venv is set up after $((SECONDS - started)) s" >&2
     fi
     exec 9>&-
 fi

@@ -14,7 +14,7 @@ source ./setup.sh
 
 gather() {
     local python=${1:-3.12} platforms=() data=../shared/data pinned glibc
-    local packages=(tomli tomli_w torchdata torchao zarr numcodecs donfig google-crc32c h5netcdf dask cloudpickle partd locket toolz)
+    local packages=(tomli tomli_w torchdata torchao zarr numcodecs donfig crc32c google-crc32c h5netcdf dask cloudpickle partd locket toolz)
     pinned=$(grep -hE "^($(IFS='|' && echo "${packages[*]}"))==" requirements.txt)
     rm -rf ".gpu/wheels-$python"
     for glibc in _2_28 _2_27 _2_26 _2_24 _2_17 2014 1; do platforms+=(--platform "manylinux${glibc}_x86_64"); done

@@ -4,6 +4,7 @@ c-blosc reads beyond the end of a truncated buffer and returns what is in memory
 zarr 3.1 pass it on: the registries of both are given these instead.
 """
 
+import struct
 import warnings
 from typing import Any
 
@@ -14,15 +15,16 @@ from numcodecs.compat import ensure_contiguous_ndarray
 from zarr.codecs import BloscCodec
 from zarr.registry import register_codec
 
-HEADER, SIZE_AT = 16, slice(12, 16)  # blosc 1: the last four bytes of its header are the chunk's size
+HEADER = struct.Struct("<4xI4xI")  # of blosc 1: decoded size and the chunk's size, in bytes
 
 
-def check_blosc_size(chunk: Any) -> None:
-    """Raise RuntimeError, as blosc does for other damage, unless all bytes of the chunk are there."""
-    content = memoryview(chunk).cast("B")
-    size = int.from_bytes(content[SIZE_AT], "little")
-    if len(content) < HEADER or size != len(content):
-        raise RuntimeError(f"a blosc chunk has {len(content)} of {size} bytes")
+def check_blosc_size(chunk: Any) -> int:
+    """Return the decoded size; RuntimeError, as blosc raises for other damage, unless all bytes are there."""
+    content = memoryview(chunk)
+    decoded, size = HEADER.unpack_from(content) if content.nbytes >= HEADER.size else (0, HEADER.size)
+    if size != content.nbytes:
+        raise RuntimeError(f"a blosc chunk has {content.nbytes} of {size} bytes")
+    return decoded
 
 
 class CheckedBlosc(Blosc):

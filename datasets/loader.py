@@ -10,6 +10,7 @@ import os
 import shutil
 import signal
 import warnings
+import weakref
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -29,7 +30,7 @@ from datasets.store_reader import Task
 from errors import UserError, handle_stop_signals, module_command
 
 NEVER = 2**62
-BUNDLE = 2**21  # bytes that a thread fills at once: handing over a task costs as much as decoding 100 kB
+BUNDLE = 2**23  # bytes that a thread fills at once: handing over a task costs as much as decoding 100 kB
 # torchdata 0.11 calls what torch 2.13 deprecates, once a loader; there is no newer torchdata.
 warnings.filterwarnings("ignore", message="'set_vital' is deprecated")
 
@@ -98,6 +99,19 @@ class Unfinished(NamedTuple):
     copies: list[tuple[np.ndarray, np.ndarray]]  # (source, target) of states that the batch has twice
 
 
+def take_memory(free: deque[np.ndarray], shape: tuple[int, ...], dtype: np.dtype, pin: bool) -> Tensor:
+    """Return a tensor in memory of `free`, which gets it back when nothing refers to the tensor or a view.
+
+    New memory for each batch would cost as much in page faults as decoding it.
+    """
+    if pin:  # torch uses such memory again itself, after copies from it have ended
+        return torch.empty(shape, dtype=getattr(torch, dtype.name), pin_memory=True)
+    memory = free.pop() if free and len(free[-1]) >= shape[0] else np.empty(shape, dtype)  # of huge pages
+    owner = memory[: shape[0]]  # what the storage of the tensor refers to
+    weakref.finalize(owner, free.append, memory).atexit = False
+    return torch.from_numpy(owner)
+
+
 class ThreadedLoader:
     """The sampler's batches in order: fields (B, K, V, H, W) as stored, first dates (B,), seconds since 1970.
 
@@ -114,9 +128,10 @@ class ThreadedLoader:
 
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
         unfinished: deque[Unfinished] = deque()
+        free: deque[np.ndarray] = deque()  # memory of batches that nothing uses any more
         try:
             for indices in self.sampler:
-                unfinished.append(self._start(indices))
+                unfinished.append(self._start(indices, free))
                 if len(unfinished) > self.prefetch:
                     yield self._finish(unfinished.popleft())
             while unfinished:
@@ -125,12 +140,11 @@ class ThreadedLoader:
             for future in (future for batch in unfinished for future in batch.reads):
                 future.cancel()
 
-    def _start(self, indices: Sequence[int]) -> Unfinished:
+    def _start(self, indices: Sequence[int], free: deque[np.ndarray]) -> Unfinished:
         dates = self.dataset.samples[list(indices)]  # (B, K)
-        shape, dtype = (*dates.shape, *self.dataset.field_shape), getattr(torch, self.dataset.dtype.name)
-        tensor = torch.empty(shape, dtype=dtype, pin_memory=self.pin)
-        array = tensor.numpy()
-        places, first = array.reshape(dates.size, *array.shape[2:]), dict[int, np.ndarray]()
+        shape = (*dates.shape, *self.dataset.field_shape)
+        tensor = take_memory(free, shape, self.dataset.dtype, self.pin)
+        places, first = tensor.numpy().reshape(dates.size, *shape[2:]), dict[int, np.ndarray]()
         batch = Unfinished(tensor, self.dataset.seconds(dates), [], [])
         for date, place in zip(dates.flat, places, strict=True):
             if date in first:

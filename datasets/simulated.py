@@ -135,9 +135,11 @@ class TwoLayerModel:
 
     def compute_tendencies(self, now: torch.Tensor, before: torch.Tensor) -> torch.Tensor:
         """Return d/dt of a state: motion at `now` and forcing at `before`, as leapfrog amplifies damping."""
-        fields, u, v = self.transform.compute_winds(now[:, :, [0, 1, 4, 5, 6]], now[:, :, :2], now[:, :, 2:4])
+        scalars = torch.cat([now[:, :, :2], now[:, :, 4:]], dim=2)
+        fields, u, v = self.transform.compute_winds(scalars, now[:, :, :2], now[:, :, 2:4])
         fields[:, :, :2] += self.coriolis
-        fluxes = [wind[:, :, [0, 1, 0, 1, 1]] * fields for wind in (u, v)]  # with the wind of the same layer
+        # With the wind of the same layer; indices would take three times as long.
+        fluxes = [torch.cat([wind, wind, wind[:, :, 1:]], dim=2) * fields for wind in (u, v)]
         flat, slope = self.transform.analyze(torch.cat([*fluxes, (u**2 + v**2) / 2], dim=2))
         curl = (self.transform.differentiate(flat[:, :, 5:7]) + slope[:, :, :2]) / RADIUS  # by parts in mu
         divergence = (self.transform.differentiate(flat[:, :, :5]) - slope[:, :, 5:10]) / RADIUS

@@ -42,8 +42,9 @@ class SphericalHarmonics:
 
     def synthesize(self, scalar: torch.Tensor, slope: torch.Tensor | None = None) -> torch.Tensor:
         """Return the grid (W, H, ...) of sum(scalar P + slope (1 - mu2) dP/dmu) from spectra (C, N, ...)."""
-        slope = torch.zeros_like(scalar) if slope is None else slope
-        rows = torch.bmm(self.to_latitude, torch.cat([scalar, slope], dim=1).flatten(2))  # (C, H, F M)
+        table, number = self.to_latitude, len(self.zonal_number)  # (C, H, 2 N)
+        spectrum = scalar if slope is None else torch.cat([scalar, slope], dim=1)
+        rows = torch.bmm(table if slope is not None else table[:, :, :number], spectrum.flatten(2))
         return (self.to_longitude @ rows.flatten(1)).unflatten(1, (rows.shape[1], *scalar.shape[2:]))
 
     def compute_winds(self, scalar: torch.Tensor, zeta: torch.Tensor, div: torch.Tensor) -> tuple:

@@ -5,6 +5,7 @@ the batch; zarr-python needs some milliseconds and copies for each chunk.
 """
 
 import os
+import resource
 import struct
 import threading
 from collections.abc import Callable
@@ -12,8 +13,8 @@ from functools import lru_cache
 from typing import Any
 from weakref import WeakKeyDictionary
 
-import google_crc32c
 import numpy as np
+from crc32c import crc32c
 from numcodecs import blosc  # type: ignore[reportAttributeAccessIssue]  # compiled
 from zarr.codecs import BloscCodec, BytesCodec, Crc32cCodec, ShardingCodec
 
@@ -24,8 +25,8 @@ from errors import DataError
 
 Task = Callable[[], None]
 ABSENT = 2**64 - 1  # offset of a chunk that a shard does not contain
-DECODED_SIZE = slice(4, 8)  # of blosc's header
-MAX_OPEN_FILES = 96  # of a process, which may open 256 on some systems
+# Of a process, which may open 1024 or more, on some systems 256.
+MAX_OPEN_FILES = min(1024, resource.getrlimit(resource.RLIMIT_NOFILE)[0]) * 3 // 8
 
 
 class _OpenFile:
@@ -57,7 +58,9 @@ class StoreReader:
         self.dates_per_shard, self.nbytes = array.shards[0], int(np.prod(array.chunks)) * array.dtype.itemsize
         self.folder = os.path.join(field.path, array.path)
         self.encode_key = array.metadata.encode_chunk_key
-        self.indexes: dict[int, np.ndarray] = {}
+        is_plain = self.dtype == np.float16 or (field.decoding.scale, field.decoding.offset) == (1, 0)
+        self.as_stored = is_plain and field.orientation.is_identity
+        self.shards: dict[int, tuple[str, list[tuple[int, int]]]] = {}  # paths, offsets and lengths of chunks
 
     def fill(self, row: int, out: np.ndarray) -> None:
         """Fill `out` (H, W) with the field at a row of the time axis; NaN if the store has no chunk for it.
@@ -65,8 +68,7 @@ class StoreReader:
         float32 gets physical values, float16 the stored numbers. Raises DataError naming file and date.
         """
         shard, position = divmod(row, self.dates_per_shard)
-        direct = self.field.orientation.is_identity and out.dtype == self.dtype and out.flags.c_contiguous
-        direct &= out.dtype == np.float16 or (self.field.decoding.scale, self.field.decoding.offset) == (1, 0)
+        direct = self.as_stored and out.dtype == self.dtype and out.flags.c_contiguous
         target = out if direct else np.empty(self.shape, self.dtype)
         try:
             found = self._decode(shard, position, target)
@@ -82,29 +84,28 @@ class StoreReader:
 
     def _decode(self, shard: int, position: int, target: np.ndarray) -> bool:
         """Decode a chunk into `target`; False if there is none."""
-        path = os.path.join(self.folder, self.encode_key((shard, 0, 0)))
         try:
+            path, places = self.shards.get(shard) or self._open_shard(shard)
             file = _open(path)
         except FileNotFoundError:
             return False
-        if shard not in self.indexes:
-            self.indexes[shard] = self._read_index(file)
-        offset, length = (int(number) for number in self.indexes[shard][position])
+        offset, length = places[position]
         if offset == ABSENT:
             return False
-        content = _read(file, offset, length)
-        checked = _without_checksum(content)
-        if int.from_bytes(checked[DECODED_SIZE], "little") != self.nbytes:
+        chunk = _without_checksum(_read(file, offset, length))
+        if check_blosc_size(chunk) != self.nbytes:
             raise ValueError(f"a chunk of another size than {self.nbytes} bytes")
-        check_blosc_size(checked)
-        blosc.decompress(checked, target.reshape(-1).view(np.uint8))
+        blosc.decompress(chunk, target)
         return True
 
-    def _read_index(self, file: _OpenFile) -> np.ndarray:
-        """Return (dates, 2): offset and length of each chunk, from the end of a shard."""
+    def _open_shard(self, shard: int) -> tuple[str, list[tuple[int, int]]]:
+        """Return the path of a shard, and offset and length of each of its chunks, from its end."""
+        file = _open(path := os.path.join(self.folder, self.encode_key((shard, 0, 0))))
         size = 16 * self.dates_per_shard + 4
         content = _read(file, max(0, os.fstat(file.descriptor).st_size - size), size)
-        return np.frombuffer(bytes(_without_checksum(content)), "<u8").reshape(-1, 2)
+        places = list(struct.iter_unpack("<QQ", _without_checksum(content)))
+        self.shards[shard] = path, places  # type: ignore[assignment]
+        return self.shards[shard]
 
 
 def _read(file: _OpenFile, offset: int, length: int) -> memoryview:
@@ -123,7 +124,7 @@ def _read(file: _OpenFile, offset: int, length: int) -> memoryview:
 
 
 def _without_checksum(content: memoryview) -> memoryview:
-    if len(content) < 4 or google_crc32c.value(bytes(content[:-4])) != struct.unpack("<I", content[-4:])[0]:
+    if len(content) < 4 or crc32c(content[:-4]) != struct.unpack("<I", content[-4:])[0]:
         raise ValueError("the checksum does not match")
     return content[:-4]
 

@@ -89,12 +89,31 @@ def test_threads_read_the_batches_of_the_sampler(dataset, threads, prefetch):
     assert all(equal(a, b) for a, b in zip(batches, read_plainly(dataset), strict=True))
 
 
-def test_batches_that_are_in_use_are_not_overwritten(dataset):
-    """Views count as use: everything a loader gave stays as it was while something refers to it."""
-    loader = ThreadedLoader(dataset, BATCHES, 2, 2, pin=False)
-    views = [fields[:, 0] for fields, _ in loader]
-    expected = [batch[:, 0] for batch in read_plainly(dataset)]
-    assert all(equal(dataset.unpack(a), b) for a, b in zip(views, expected, strict=True))
+USES = {
+    "the batch": lambda fields: fields,
+    "a view": lambda fields: fields[:, 0],
+    "an array": lambda fields: fields.numpy()[..., 1:],
+    "saved for a gradient": lambda fields: (torch.ones(1, requires_grad=True) * fields.float()).grad_fn,
+}
+
+
+@pytest.mark.parametrize("use", USES)
+@pytest.mark.parametrize("threads", [0, 2])
+def test_batches_that_are_in_use_are_not_overwritten(tmp_path, threads, use):
+    """With float32 stores, of which `float` makes no copy."""
+    archive = open_archive(write_store(tmp_path / "a.zarr", dtype="f4")[0])
+    dataset = FieldDataset(archive, [NAME], SAMPLES)
+    used = [USES[use](fields) for fields, _ in ThreadedLoader(dataset, BATCHES, threads, 2, pin=False)]
+    for each, batch in zip(used, read_plainly(dataset), strict=True):
+        found = each._saved_other if use.startswith("saved") else torch.as_tensor(each)
+        assert equal(found, torch.as_tensor(USES[use](batch)) if "saved" not in use else batch)
+
+
+def test_memory_of_a_batch_is_used_again_when_nothing_refers_to_it(dataset):
+    places = set()
+    for fields, _ in ThreadedLoader(dataset, 20 * BATCHES, 2, 2, pin=False):
+        places.add(fields.data_ptr())
+    assert len(places) <= 2 + 3  # read ahead; in use, given before, and begun
 
 
 def test_a_state_of_several_samples_is_decoded_once(dataset, monkeypatch):
