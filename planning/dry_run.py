@@ -8,7 +8,7 @@ MemTracker's, collectives are the Recorder's.
 import warnings
 from collections import Counter, OrderedDict
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -23,6 +23,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import PipelineScheduleSingle
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._op_schema import OpSchema
 from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.nn.parallel import DistributedDataParallel
 from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -190,30 +191,25 @@ class StepTracker(MemTracker):
                 self._peak_mem_snap[device] = dict(snapshot)
 
 
-class Propagation:
-    """A context in which a tracker counts nothing."""
-
-    def __init__(self, tracker: StepTracker) -> None:
-        self.tracker = tracker
-
-    def __enter__(self) -> None:
-        self.tracker.in_propagation = True
-
-    def __exit__(self, *args: object) -> None:
-        self.tracker.in_propagation = False
-
-
 @contextmanager
 def tracking(tracker: StepTracker) -> Iterator[None]:
     """Track memory, but for DTensor's computation of shapes."""
-    lock = getattr(ShardingPropagator, "_fake_mode_lock", nullcontext())
-    # torch's hook around that computation, meant for a lock (torch 2.13, _sharding_prop.py).
-    ShardingPropagator._fake_mode_lock = Propagation(tracker)  # type: ignore[assignment]
+    compute = ShardingPropagator._propagate_tensor_meta_non_cached
+
+    def propagate(propagator: ShardingPropagator, schema: OpSchema) -> Any:
+        tracker.in_propagation = True
+        try:
+            return compute(propagator, schema)
+        finally:
+            tracker.in_propagation = False
+
+    # Patched, as torch 2.11 lacks the hook of later ones around it.
+    ShardingPropagator._propagate_tensor_meta_non_cached = propagate  # type: ignore[assignment]
     try:
         with tracker:
             yield
     finally:
-        ShardingPropagator._fake_mode_lock = lock
+        ShardingPropagator._propagate_tensor_meta_non_cached = compute
 
 
 class FakeBatches:

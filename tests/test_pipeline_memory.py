@@ -1,5 +1,6 @@
 """What FSDP keeps unsharded in a pipeline, counted on ranks, against the planner's formulas."""
 
+from typing import Any
 from unittest.mock import patch
 
 import pytest
@@ -20,8 +21,9 @@ def unsharded_bytes(stage: nn.Module) -> tuple[int, int]:
     """Bytes of the whole parameters and of the whole gradients that FSDP has on this rank."""
     parameters = gradients = 0
     for module in stage.modules():
-        groups = module._get_fsdp_state()._fsdp_param_groups if isinstance(module, FSDPModule) else ()
-        for parameter in (parameter for group in groups for parameter in group.fsdp_params):
+        state: Any = module._get_fsdp_state() if isinstance(module, FSDPModule) else None
+        groups = getattr(state, "_fsdp_param_groups", None) or [getattr(state, "_fsdp_param_group", None)]
+        for parameter in (parameter for group in groups if group for parameter in group.fsdp_params):
             whole = getattr(parameter, "_unsharded_param", None)
             parameters += whole.untyped_storage().nbytes() if whole is not None else 0
             found = [parameter.unsharded_accumulated_grad, whole.grad if whole is not None else None]
