@@ -36,7 +36,7 @@ def unsharded_bytes(stage: nn.Module) -> tuple[int, int]:
 def buffer_bytes(stage: PipelineStage) -> int:
     """Bytes of the buffers that a stage receives tokens and gradients in."""
     buffers = [
-        info.buffer
+        getattr(info, "buffer", None)  # of the first stage torch 2.11 has placeholders
         for received in (stage.args_recv_info, stage.grad_recv_info)
         for infos in received.values()
         for info in infos
@@ -71,6 +71,8 @@ def keep_and_reduce(layout: Layout) -> tuple[list[tuple[int, int]], dict[Collect
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_a_stage_stays_unsharded_to_its_last_micro_batch(ranks, schedule: str, dtype: str):
     """Parameters in the type of matrices, gradients in that of reductions; each gathered and reduced once."""
+    if schedule == "ZBVZeroBubble" and torch.__version__ < "2.12":
+        pytest.skip("planning/start_checks.py refuses this schedule with an older torch")
     layout = Layout(4, pp(schedule), dtype=dtype)
     work = layout_workload(layout)
     found = ranks(4).run(keep_and_reduce, layout, timeout=120)
