@@ -24,6 +24,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -47,7 +48,7 @@ from command_line import text_table
 from config import ActivationCheckpoint, Compile, Config, Float8, Model, Optimizer, Parallelism, Training
 from datasets.archive import open_archive
 from datasets.loader import FieldDataset, TrainLoader, TrainSampler
-from models.attention import activate, check_backend, preferred_backend
+from models.attention import activate, check_backend, find_obstacle, preferred_backend
 from models.embeddings import unpatchify
 from parallelisms.degrees import Degrees
 from parallelisms.mesh import start_ranks
@@ -186,11 +187,12 @@ class Case:
     batch: int = 1
     backend: Any = "sdpa"
     dtype: Any = "bfloat16"
+    windows: Any = ()  # model.attention_windows
 
     def workload(self, sizes: Sizes) -> Workload:
         channels, values = sizes.variables, sizes.variables * math.prod(sizes.grid)
         shape = (sizes.grid, self.patch, channels, channels, sizes.dim, sizes.layers, self.heads)
-        model = vit_architecture(*shape)
+        model = vit_architecture(*shape, attention_windows=self.windows)
         about = {"field_values": values, "input_values": values, "ac_mode": self.mode}
         about |= {"compiled": sizes.compiled, "float8": bool(self.float8), "attention": self.backend}
         about |= {"dtype": self.dtype, "every_n": EVERY_N}
@@ -204,7 +206,8 @@ class Case:
 
     def label(self, sizes: Sizes) -> str:
         shape = f"{sizes.tokens(self.patch)} tokens, {self.heads} x {sizes.dim // self.heads}"
-        return f"{shape}, {PRECISIONS[self.float8]}, {self.mode}, batch {self.batch}"
+        windows = ", in windows" if self.windows else ""
+        return f"{shape}, {PRECISIONS[self.float8]}, {self.mode}, {self.backend}, batch {self.batch}{windows}"
 
 
 def cases(sizes: Sizes) -> list[Case]:
@@ -222,7 +225,7 @@ def training_of(
 ) -> RandomRun:
     shape = ("vit", case.patch, sizes.dim, sizes.layers, case.heads)
     config = Config(
-        model=Model(*shape, attention_backend=case.backend),
+        model=Model(*shape, attention_backend=case.backend, attention_windows=case.windows),
         optimizer=Optimizer(lr=1e-5),
         training=Training(local_batch_size=case.batch, mixed_precision_param=case.dtype),
         activation_checkpoint=ActivationCheckpoint(case.mode, EVERY_N),
@@ -242,11 +245,31 @@ def steps(session: Session) -> None:
     for case in todo:
         if session.left < (CASE_SECONDS if session.on_gpu else 1.0):
             return
-        case = replace(case, backend=backend_of(case, session), batch=sizes.largest_batch)
-        free = torch.cuda.mem_get_info()[0] - RESERVED if session.on_gpu else 2**40
-        while case.batch > 1 and SAFETY * memory(case.workload(sizes)).peak > free:
-            case = replace(case, batch=case.batch // 2)
+        case = with_largest_batch(replace(case, backend=backend_of(case, session)), session)
         session.attempt(case.label(sizes), time_steps, case, not done)
+
+
+def with_largest_batch(case: Case, session: Session) -> Case:
+    case = replace(case, batch=session.sizes.largest_batch)
+    free = torch.cuda.mem_get_info()[0] - RESERVED if session.on_gpu else 2**40
+    while case.batch > 1 and SAFETY * memory(case.workload(session.sizes)).peak > free:
+        case = replace(case, batch=case.batch // 2)
+    return case
+
+
+def windows(session: Session) -> None:
+    """Measure steps with attention to all tokens, and in bands of rows, then strips of columns."""
+    session.start_ranks()
+    sizes, kernels = session.sizes, ("flash4", "cudnn") if session.on_gpu else ("sdpa",)
+    for patch, backend, heads in product(sizes.patches[::-1], kernels, sizes.heads[::-1]):
+        if find_obstacle(backend, session.device.type, torch.bfloat16):
+            continue
+        rows, columns = (points // size for points, size in zip(sizes.grid, patch, strict=True))
+        for own in ((), ((rows // 8, 0), (0, columns // 8))):
+            if session.left < (CASE_SECONDS if session.on_gpu else 1.0):
+                return
+            case = with_largest_batch(Case(patch, heads, backend=backend, windows=own), session)
+            session.attempt(case.label(sizes), time_steps, case, session.on_gpu)
 
 
 def backend_of(case: Case, session: Session) -> str:
@@ -656,6 +679,12 @@ def figures(rows: list[Row]) -> dict[str, float | None]:
     bf16 = [best_step(rows, length, 0) for length in (0, 1)]
     for length in (0, 1):
         found[f"float8 {length}"] = ratio(best_step(rows, length, 0, precision="float8"), bf16[length])
+        for row in measured(rows, part="windows", length=length):
+            name = f"best {length}{' in windows' if row['windows'] else ''}"
+            found[name] = max(found.get(name) or 0.0, row["value"])
+        found[f"windows {length}"] = ratio(
+            found.get(f"best {length} in windows"), found.get(f"best {length}")
+        )
         found |= {f"mfu {length} {head}": best_step(rows, length, head, "mfu") for head in (0, 1)}
     none, selective = (best_step(rows, 0, 0, mode=mode) for mode in ("none", "selective"))
     found["selective"] = ratio(none, selective, 1.0)
