@@ -404,7 +404,7 @@ def windows(options: Options) -> int:
 
 
 def compare_windows(options: Options, name: str, task: Row, seed: int) -> list[Row]:
-    def measure(window: str, steps: int = 0) -> tuple[float, int, list[dict[str, float]]]:
+    def measure(window: str, steps: int = options.steps) -> tuple[float, int, list[dict[str, float]]]:
         changes = [*task["options"], leads(WINDOW_LEADS), f"--model.attention_windows={window}"]
         found = train(options, task["config"], seed, *changes, *[f"--training.steps={steps}"] * (steps > 0))
         seconds = [each["step_seconds"] for each in found if "step_seconds" in each]
