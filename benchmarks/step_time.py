@@ -149,7 +149,7 @@ def time_step(name: str) -> float:
     return clock(STEPS[name])
 
 
-WINDOW_COLUMNS = {"tokens": ">6", "dtype": ">10", "window": ">10", "attended": ">9", "seconds": ">9.3f"}
+WINDOW_COLUMNS = {"tokens": ">6", "dtype": ">10", "window": ">10", "keys": ">6", "seconds": ">9.3f"}
 WINDOW_COLUMNS |= {"faster": ">8.2f"}
 FASTER = {2048: 1.3, 8192: 2.0}  # asked of bands and strips, one after the other
 
@@ -165,17 +165,17 @@ def compare_windows(tokens: int, dtype: str, dim: int, alternations: int) -> lis
         with torch.autocast("cpu", torch.bfloat16, enabled=dtype == "bfloat16"):
             return clock(lambda: block(x).sum().backward())
 
-    steps, attended = {}, {}
+    steps, keys = {}, {}  # keys of a query
     for name, window in shapes.items():
         settings = Model("vit", (1, 1), dim, 1, 12, attention_windows=(window,))
         model = VisionTransformer(1, 1, (rows, 2 * rows), settings)
         init_weights(model, 0)
-        attended[name] = math.prod(model.windows[0])
-        use_backend(model, preferred_backend(x.device, getattr(torch, dtype), attended[name], dim // 12))
+        keys[name] = math.prod(model.windows[0])
+        use_backend(model, preferred_backend(x.device, getattr(torch, dtype), keys[name], dim // 12))
         steps[name] = partial(step, model.blocks["0"])
     seconds = {name: statistics.median(found) for name, found in in_turns(alternations, steps, 1).items()}
     same = {"tokens": tokens, "dtype": dtype}
-    results = [same | {"window": n, "attended": attended[n], "seconds": seconds[n]} for n in steps]
+    results = [same | {"window": n, "keys": keys[n], "seconds": seconds[n]} for n in steps]
     return [row | {"faster": seconds["all"] / row["seconds"]} for row in results]
 
 

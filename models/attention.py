@@ -156,20 +156,23 @@ class WindowedKernel(nn.Module):
 
     def _to_tokens(self, x: Tensor, batch: int) -> Tensor:
         """(B', N, R S, E) -> (B, N, T, E)."""
-        above, rows, beside, columns = self.split
-        x = x.transpose(1, 2).unflatten(1, (rows, columns)).unflatten(0, (batch, above, beside))
+        down, rows, across, columns = self.split
+        x = x.transpose(1, 2).unflatten(1, (rows, columns)).unflatten(0, (batch, down, across))
         return x.transpose(2, 3).flatten(1, 4).transpose(1, 2)
 
 
 def choose_windows(model: Model, token_shape: tuple[int, int]) -> list[tuple[int, int]]:
     """Return the rows and columns of the window of each block. ConfigError: they do not divide the tokens."""
+    height, width = token_shape
     for window in model.attention_windows:
         for size, count in zip(window, token_shape, strict=True):
             if size and count % size:
-                near = sorted((n for n in range(1, count + 1) if count % n == 0), key=lambda n: abs(n - size))
-                reason = f"{size} does not divide the {count} of {token_shape[0]} x {token_shape[1]} tokens"
-                refuse("model.attention_windows", list(window), f"{reason}; the nearest: {near[:3]}")
-    shapes = [
-        (rows or token_shape[0], columns or token_shape[1]) for rows, columns in model.attention_windows
-    ]
-    return [(shapes or [token_shape])[i % max(len(shapes), 1)] for i in range(model.num_layers)]
+                divisors = [n for n in range(1, count + 1) if count % n == 0]
+                near = sorted(divisors, key=lambda n: abs(n - size))[:3]
+                reason = (
+                    f"{size} does not divide the {count} of {height} x {width} tokens; the nearest: {near}"
+                )
+                refuse("model.attention_windows", list(window), reason)
+    windows = model.attention_windows or ((0, 0),)
+    shapes = [(rows or height, columns or width) for rows, columns in windows]
+    return [shapes[block % len(shapes)] for block in range(model.num_layers)]

@@ -32,8 +32,8 @@ class Architecture:
     last: Shapes = field(hash=False)  # parameters after the last block
     qk_norm: bool = False
     rotary: bool = False  # queries and keys are rotated by row and column: models/embeddings.py
-    attended: tuple[int, ...] = ()  # tokens of a window, of each block that has windows
-    copied: float = 0.0  # part of the blocks whose windows are copied together: those that cut rows
+    window_tokens: tuple[int, ...] = ()  # tokens of a window, of each block that has windows
+    copied_fraction: float = 0.0  # part of the blocks whose windows are copied together: those that cut rows
 
     @property
     def head_dim(self) -> int:
@@ -65,13 +65,13 @@ class Architecture:
         return 2.0 * self.tokens * self.matrix_parameters
 
     @property
-    def attended_tokens(self) -> float:
+    def mean_window_tokens(self) -> float:
         """Tokens that a token attends to, the mean of the blocks."""
-        return statistics.mean(self.attended or (self.tokens,))
+        return statistics.mean(self.window_tokens or (self.tokens,))
 
     def attention_flops(self) -> float:
         """FLOPs of one sample and block, forward: two products of T x T x D, with windows of fewer."""
-        return 4 * self.tokens * self.attended_tokens * self.dim
+        return 4 * self.tokens * self.mean_window_tokens * self.dim
 
     def flops(self) -> float:
         """Floating-point operations of one sample's forward pass; a training step has 3 x as many."""
@@ -121,8 +121,8 @@ def architecture_of(
     options: dict[str, Any] = {"qk_norm": model.qk_norm, "rotary": model.position == "rotary"}
     if model.attention_windows:
         windows = choose_windows(model, token_shape)
-        options["attended"] = tuple(math.prod(window) for window in windows)
-        options["copied"] = statistics.mean(columns < token_shape[1] for _, columns in windows)
+        options["window_tokens"] = tuple(math.prod(window) for window in windows)
+        options["copied_fraction"] = statistics.mean(columns < token_shape[1] for _, columns in windows)
     shape = (math.prod(token_shape), model.dim, model.num_layers, model.num_heads, *features)
     return Architecture(*shape, block, first, last, **options)
 

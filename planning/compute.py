@@ -71,9 +71,9 @@ def linear_seconds(work: Workload, rates: Rates, backward: bool) -> Times:
 def attention_seconds(work: Workload, rates: Rates, backward: bool) -> float:
     """Of a block, the mean of all; context parallelism shards heads, or queries: the same work."""
     model, heads, seconds = work.model, max(work.model.heads // work.degrees.tp, 1), 0.0
-    blocks = Counter(model.attended or (model.tokens,))
-    for attended, number in blocks.items():
-        shape = (work.states_at_once * (model.tokens // attended), heads, attended, model.head_dim)
+    blocks = Counter(model.window_tokens or (model.tokens,))
+    for size, number in blocks.items():
+        shape = (work.states_at_once * (model.tokens // size), heads, size, model.head_dim)
         seconds += number * rates.attention_seconds(*shape, work.dtype, backward, work.attention)
     return seconds / blocks.total() / work.degrees.cp
 
@@ -100,7 +100,7 @@ def exchange_units(work: Workload, backward: bool) -> float:
     cut rows are copied together, q, k, v and the output.
     """
     cp, tp = work.degrees.cp, work.degrees.tp
-    copied = 8.0 * tp * (tp > 1 and work.states_at_once > 1) + 8 * work.model.copied
+    copied = 8.0 * tp * (tp > 1 and work.states_at_once > 1) + 8 * work.model.copied_fraction
     if cp == 1:
         return copied
     keys = (work.model.qkv_features / work.model.dim - 1) / 2  # fewer than queries where these share them

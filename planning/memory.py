@@ -276,8 +276,8 @@ def block_activations(work: Workload, mode: str) -> float:
         exchanged = (qkv - 1) * work.degrees.cp
         qkv = 0 if model.rotary else qkv  # which are rotated before, and queries with them
     if model.rotary:  # windows are copies of what was rotated, and of values
-        qkv *= 1 - model.copied
-    units = 1 + qkv + normed(work) + 1 + model.copied + exchanged + 1 + 2 * hidden
+        qkv *= 1 - model.copied_fraction
+    units = 1 + qkv + normed(work) + 1 + model.copied_fraction + exchanged + 1 + 2 * hidden
     return s * units + 2 * s * tp + scores_bytes(work) + sums
 
 
@@ -294,7 +294,11 @@ def scores_bytes(work: Workload) -> float:
     if work.attention != "math" or (work.degrees.cp > 1 and work.method == "ring"):
         return 0
     return (
-        work.states_at_once * work.model.heads * work.rank_tokens * work.model.attended_tokens * work.itemsize
+        work.states_at_once
+        * work.model.heads
+        * work.rank_tokens
+        * work.model.mean_window_tokens
+        * work.itemsize
     )
 
 

@@ -62,8 +62,8 @@ def job_text(work: Workload, cluster: Cluster) -> str:
         f"{work.sample_flops / 1e12:,.1f} TFLOP a sample; "
         f"{cluster.name}: {cluster.devices} x {cluster.device.name} in {nodes}"
     )
-    if work.model.attended:
-        text += f"; attention to {work.model.attended_tokens:,.0f} tokens on average"
+    if work.model.window_tokens:
+        text += f"; attention to {work.model.mean_window_tokens:,.0f} tokens on average"
     text += f"; windows of {work.history} states" if work.history > 1 else ""
     if work.rollout_steps > 1:
         some = work.gradient_steps < work.rollout_steps

@@ -96,8 +96,8 @@ def assemble(
         backend = config.model.attention_backend
         if backend == "auto":
             head_dim = config.model.dim // config.model.num_heads
-            attended = max(map(math.prod, meta_model.windows), default=meta_model.num_tokens)
-            backend = preferred_backend(device, dtype, attended, head_dim)
+            window_tokens = max(map(math.prod, meta_model.windows), default=meta_model.num_tokens)
+            backend = preferred_backend(device, dtype, window_tokens, head_dim)
         use_backend(meta_model, backend)
     recipe = Recipe(
         config.parallelism,
