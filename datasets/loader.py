@@ -106,7 +106,9 @@ def take_memory(free: deque[np.ndarray], shape: tuple[int, ...], dtype: np.dtype
     """
     if pin:  # torch uses such memory again itself, after copies from it have ended
         return torch.empty(shape, dtype=getattr(torch, dtype.name), pin_memory=True)
-    memory = free.pop() if free and len(free[-1]) >= shape[0] else np.empty(shape, dtype)  # of huge pages
+    memory = free.pop() if free else None
+    if memory is None or len(memory) < shape[0]:
+        memory = np.empty(shape, dtype)  # of huge pages
     owner = memory[: shape[0]]  # what the storage of the tensor refers to
     weakref.finalize(owner, free.append, memory).atexit = False
     return torch.from_numpy(owner)
