@@ -11,7 +11,7 @@ rollout_training a stage of rollouts against one step trained for as many passes
 ten_days         the same on simulated weather to 240 h, with an ensemble
 windows          attention in windows against attention to all tokens, at equal steps and in equal time
 float8_loss      loss curves next to bf16's, seed by seed; fails if a mean is outside the spread of bf16's
-readme           writes the scores of the demo in outputs/demo into README.md, and its plots into docs/
+readme           writes the scores of the demo in outputs/demo into README.md, and its maps into docs/
 
 --task names one of the two of the first two commands. Every training is a process of train.py. With --jobs,
 which starts several at a time, set OMP_NUM_THREADS=1.
@@ -447,17 +447,16 @@ def float8_loss(options: Options) -> int:
 
 
 DEMO = ROOT / "outputs/demo"
-PLOTS = {"rmse.png": "demo_rmse.png", "maps.png": "demo_maps.png"}
 BLOCK = re.compile(r"(<!-- demo: .*? -->\n).*?(<!-- end -->)", re.DOTALL)
 
 
 def readme(options: Options) -> int:
-    """Write the demo's RMSE over the validation period into README.md, and its plots into docs/."""
+    """Write the demo's RMSE over the validation period into README.md, and its maps into docs/."""
     last = [each for each in records(DEMO) if "val/loss" in each][-1]
     columns = ("model", "persistence", "damped persistence", "training mean")
     table = f"| RMSE | lead | {' | '.join(columns)} | |\n{'|---' * 7}|\n"
     for variable in ("geopotential:300", "u_component_of_wind:850"):
-        for hours in (6, 24, 72):
+        for hours in (6, 72):
             kinds = ("", *(name.replace(" ", "_") for name in columns[1:]))
             cells = " | ".join(f"{rmse(last, hours, kind)[variable]:.4g}" for kind in kinds)
             table += f"| {variable} | {hours} h | {cells} | {units(variable)} |\n"
@@ -465,8 +464,7 @@ def readme(options: Options) -> int:
     text, number = BLOCK.subn(lambda found: found[1] + table + found[2], page.read_text())
     assert number == 1, "README.md: the marks <!-- demo: ... --> and <!-- end --> are gone"
     page.write_text(text)
-    for source, target in PLOTS.items():
-        shutil.copy(DEMO / "plots" / source, ROOT / "docs" / target)
+    shutil.copy(DEMO / "plots/maps.png", ROOT / "docs/demo_maps.png")
     print(table, end="")
     return 0
 
