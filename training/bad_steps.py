@@ -1,4 +1,4 @@
-"""Steps that must not be taken: judged on the device, skipped by all ranks alike, counted, and not for ever.
+"""Steps that must not be taken: judged on the device, skipped by all ranks alike, and counted.
 
 A step is bad when its loss or gradient is not finite, or (`training.spike_threshold`) when its loss lies far
 above those before it. The host learns of it on logging and saving steps only, when it waits for the device
