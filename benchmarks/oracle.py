@@ -31,6 +31,7 @@ from benchmarks.score_definitions import expected
 from errors import DataError, one_line_errors
 
 LIMIT = 60.0  # seconds of a command
+ACTIVITY = ("forecast_activity", "truth_activity")
 EXACT, ROUNDED = 1e-10, 1e-6  # relative: of float32 fields as they are, and of converted or regridded ones
 WRONG = ("wrong", "traceback", "hang")
 POWER = {"mse": 2} | dict.fromkeys(("rmse", "rmse_sqrt_before_time_avg", "mae", "bias", "crps", "spread"), 1)
@@ -187,9 +188,12 @@ def compare_scores(folder: Path) -> int:
             base(variable).replace("wind_vector", "u_component_of_wind").replace("10m_u", "u")
         ]["size"]
         power = POWER.get(metric, 0)
-        rounding = EXACT if exact else ROUNDED + 5e-7 * mean / size  # float32 of large means
-        room = rounding * (np.abs(values) + size**power)
-        room = room * (100 if "skill" in metric else 1)  # over what may be nearly 0
+        activity = [ours.get((forecast, m, variable, hours), size) for m in ACTIVITY if "acc" in metric]
+        rounding = (
+            EXACT if exact else ROUNDED + 5e-7 * mean / np.nanmin([size * values**0, *activity], axis=0)
+        )
+        room = rounding * (np.abs(values) + size**power)  # float32 of large means, of anomalies for an ACC
+        room = room * (100 * np.maximum(1, values) if "skill" in metric else 1)  # the skill may be nearly 0
         off = np.where(
             np.isnan(values) | np.isnan(found),
             np.isnan(values) != np.isnan(found),

@@ -106,7 +106,7 @@ def climatology_at(fields: Fields, name: str, times: Array) -> Array:
     key, there = [], np.ones(len(times), bool)
     for axis, own in fields.axes.items():
         position = {int(label): i for i, label in enumerate(own)}
-        rows = np.array([position.get(int(label), -1) for label in labels[axis]])
+        rows = np.array([position.get(int(label), -1) for label in labels[axis]], int)
         there &= rows >= 0
         key.append(rows)
     return np.where(there[:, None, None], fields.values[name][tuple(key)], np.nan)

@@ -65,7 +65,8 @@ class Ranks:
         self.start()
 
     def start(self) -> None:
-        context = mp.get_context("spawn")
+        context = mp.get_context("forkserver")  # ranks are forks of a process that has imported torch
+        context.set_forkserver_preload(["train", "pytest", "tests.parity"])
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]
