@@ -17,6 +17,7 @@ import traceback
 from argparse import Namespace
 from collections import Counter
 from collections.abc import Callable
+from functools import reduce
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -189,9 +190,8 @@ def compare_scores(folder: Path) -> int:
         ]["size"]
         power = POWER.get(metric, 0)
         activity = [ours.get((forecast, m, variable, hours), size) for m in ACTIVITY if "acc" in metric]
-        rounding = (
-            EXACT if exact else ROUNDED + 5e-7 * mean / np.nanmin([size * values**0, *activity], axis=0)
-        )
+        least = reduce(np.fmin, activity, size)
+        rounding = EXACT if exact else ROUNDED + 5e-7 * mean / least
         room = rounding * (np.abs(values) + size**power)  # float32 of large means, of anomalies for an ACC
         room = room * (100 * np.maximum(1, values) if "skill" in metric else 1)  # the skill may be nearly 0
         off = np.where(
