@@ -52,7 +52,6 @@ class Workload:
     asynchronous: bool = True  # checkpoints
     batches_ahead: int = 0  # micro-batches that a loader has in the host's memory
     copies_ahead: int = 0  # of these that are on their way to the device, or there already
-    arrays: int = 1  # of the archive that a state is read from: those on levels are one each
 
     @property
     def itemsize(self) -> int:
@@ -105,10 +104,6 @@ class Workload:
     def sample_flops(self) -> float:
         """Model FLOPs of a sample, forward and backward, in all steps of its rollout."""
         return self.members * (self.rollout_steps + 2 * self.gradient_steps) * self.model.flops()
-
-    def rolled_out(self, length: int, gradient_steps: int) -> "Workload":
-        """Over `length` steps of the model, the last of which have gradients."""
-        return self.replace(rollout_steps=length, gradient_steps=gradient_steps)
 
     @property
     def states_read(self) -> int:
@@ -213,7 +208,6 @@ def workload_of(config: Config, world: int, grid_shape: tuple[int, int], num_var
         gradient_steps=rollouts.with_gradients(rollouts.longest),
         asynchronous=config.checkpoint.async_mode != "disabled",
         batches_ahead=PREFETCH + 1 if config.data.num_workers else 1,
-        arrays=len({name.partition(":")[0] for name in named.variables}),
     )
 
 
