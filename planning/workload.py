@@ -105,6 +105,10 @@ class Workload:
         """Model FLOPs of a sample, forward and backward, in all steps of its rollout."""
         return self.members * (self.rollout_steps + 2 * self.gradient_steps) * self.model.flops()
 
+    def rolled_out(self, length: int, gradient_steps: int) -> "Workload":
+        """Over `length` steps of the model, the last of which have gradients."""
+        return self.replace(rollout_steps=length, gradient_steps=gradient_steps)
+
     @property
     def states_read(self) -> int:
         """States of a sample: the window it starts from, and the truth of every step of its rollout."""

@@ -37,6 +37,7 @@ SEND = (
 )
 SEND += 'often (parallelism.fsdp_reshard_after_forward = "never"; parallelism.data_parallel_replicate_degree)'
 READ = "read ahead with more threads or processes (data.num_workers), or keep all in memory (data.cache_gib)"
+RARELY = "do it less often: metrics.log_freq, checkpoint.interval, validation.interval"
 Loss = tuple[float, str]  # milliseconds a step that could be had, and how
 
 
@@ -52,13 +53,10 @@ def advice(timeline: Timeline, rates: Rates) -> str:
 
 def avoidable_parts(timeline: Timeline) -> Iterator[Loss]:
     """Yield waiting for data, exposed collectives, and logging, saving, validation."""
-    time, rarely = (
-        timeline.by_class,
-        "less often by metrics.log_freq, checkpoint.interval, validation.interval",
-    )
+    time = timeline.by_class
     yield time[DATA_WAIT], f"The loop waits {time[DATA_WAIT]:.1f} ms a step for data (span {DATA}): {READ}"
     yield time[COMMUNICATION], f"{time[COMMUNICATION]:.1f} ms a step of communication are exposed: {SEND}"
-    yield time[AROUND], f"Logging, saving and validation take {time[AROUND]:.1f} ms a step: {rarely}"
+    yield time[AROUND], f"Logging, saving and validation take {time[AROUND]:.1f} ms a step: {RARELY}"
 
 
 def idle_causes(timeline: Timeline) -> Iterator[Loss]:
