@@ -5,13 +5,11 @@
 
 --cluster NAME        a machine of planning/clusters.toml and how many of its devices: a100x64, h100x8, cpu2
 --clusters FILE       your own machines, in the same form; as often as you like
---layout auto         search all layouts, modes of checkpointing and micro-batches; print the ten best,
-                      grouped where known errors of plans do not tell them apart
+--layout auto         search all layouts, modes of checkpointing and micro-batches; print the ten best
 --anchor RUN          the folder of a run on this kind of machine: times of layouts of its kind are scaled by
                       its measured steps
 --calibrate           measure this machine for the configuration's shapes, into outputs/calibration.json
 --dry_run --world_size N   build the layout on N fake ranks and run one step without memory
---verbose             also moments of memory, rates of reading, costs by fleet
 --restart_minutes M   from a preemption to the next step (default 30)
 --json                print one JSON object instead of tables
 
@@ -33,7 +31,6 @@ OPTIONS = own_options(
     calibrate=False,
     dry_run=False,
     json=False,
-    verbose=False,
     world_size=1,
     restart_minutes=30.0,
 )
@@ -57,12 +54,11 @@ from planning.known_runs import Anchor, layout_kind, run_record
 from planning.report import (
     answer,
     as_json,
-    data_lines,
+    data_line,
     layout_options,
     layouts_table,
     memory_table,
     read_rate,
-    reason,
     time_table,
 )
 from planning.search import Plan, best_layouts, check_device, divisors, fits, plan
@@ -137,19 +133,17 @@ def make_plan(config: Config, cluster: Cluster, options: argparse.Namespace) -> 
     made = plans[0] if plans else plan(work, cluster)
     cost = cost_range(config, made, cluster, options.restart_minutes)
     fit = fits(made, cluster)
-    stages = [(work, time.samples_per_second) for _, work, time in rollout_stages(config, made, cluster)]
-    fastest = max(stages, key=lambda stage: read_rate(*stage))  # the stage of rollouts that reads most
+    stages = rollout_stages(config, made, cluster)
+    read_bytes = max(read_rate(work, time.samples_per_second) for _, work, time in stages)
     if options.json:
-        print(json.dumps(as_json(made, cluster, cost, read_rate(*fastest)), indent=1))
+        print(json.dumps(as_json(made, cluster, cost, read_bytes), indent=1))
         return 0 if fit else 1
     first = answer(made, cluster, cost, original, bool(plans))
     nowhere = ["no layout fits; as configured:"] if options.layout == "auto" and not plans else []
-    blocks = [*nowhere, first, *layout_blocks(plans, cluster, original)]
-    blocks += [memory_table(made.memory, options.verbose)]
-    blocks += [time_table(made.work, made.time, cluster, options.verbose)]
+    blocks = [*nowhere, first, *layout_blocks(plans, cluster, original), memory_table(made.memory)]
+    blocks += [time_table(made.work, made.time, cluster)]
     blocks += [cluster.anchor.line()] if cluster.anchor else []
-    blocks += [data_lines(*fastest, cluster, options.verbose)]
-    print("\n\n".join([*blocks, cost.table()] if options.verbose else blocks))
+    print("\n\n".join([*blocks, data_line(read_bytes, cluster)]))
     return 0 if fit else 1
 
 
@@ -191,9 +185,8 @@ def layout_blocks(plans: list[Plan], cluster: Cluster, config: Config) -> list[s
     """config: as the user has written it, which the options of a layout replace."""
     if not plans:
         return []
-    why = [reason(plans[0], plans[1])] if len(plans) > 1 else []
     command = f"to train so: {layout_options(plans[0].work, config)}"
-    return ["\n".join([layouts_table(plans, cluster), *why, command])]
+    return [f"{layouts_table(plans, cluster)}\n{command}"]
 
 
 def calibrate_machine(config: Config) -> None:
@@ -213,8 +206,8 @@ def calibrate_machine(config: Config) -> None:
     started = time.perf_counter()
     measured = calibrate([block], [config.model.attention_backend.replace("auto", "sdpa")], device, threads)
     save_calibration(measured, CALIBRATION)
-    print(measured.table())
-    print(f"\n{CALIBRATION}: measured in {time.perf_counter() - started:.0f} s; use it with --cluster this")
+    used = f"{measured.processor}, {threads} threads, {len(measured.timings)} operations"
+    print(f"{CALIBRATION}: {used} in {time.perf_counter() - started:.0f} s; use it with --cluster this")
 
 
 def dry_run_table(config: Config, world_size: int) -> None:

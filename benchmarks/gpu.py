@@ -59,7 +59,6 @@ from planning.calibration import (
     attention_operations,
     calibrate,
     calibrated,
-    matmul_flops,
     save_calibration,
     work_of,
 )
@@ -325,7 +324,6 @@ def planner(session: Session) -> None:
     shapes = [(patch, heads) for patch in sizes.patches for heads in sizes.heads]
     blocks = [BlockShape(4, sizes.tokens(p), sizes.dim, heads, 4 * sizes.dim) for p, heads in shapes]
     rates = calibrate(blocks, backends, device, torch.get_num_threads(), seconds=sizes.calibration_seconds)
-    print("\n".join(rates.table().splitlines()[:2]))
     # With the rows where the caller says where these go, or they are a rehearsal's.
     near = session.rows if session.rehearse or "OUT" in os.environ else None
     save_calibration(rates, near.with_name("calibration.json") if near else CALIBRATION)
@@ -433,7 +431,7 @@ def time_product(session: Session, what: str, float8: bool, m: int, k: int, n: i
     def run() -> Tensor:
         return scaled_mm(x, w.t(), one, one, None, None, torch.bfloat16, True) if float8 else x @ w.t()
 
-    rate = matmul_flops(m, k, n) / session.seconds(run, 3, 10) / 1e12
+    rate = 2.0 * m * k * n / session.seconds(run, 3, 10) / 1e12
     session.add(what, rate, "TFLOP/s", inputs=k)
 
 

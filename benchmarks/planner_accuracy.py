@@ -63,7 +63,7 @@ def main() -> int:
         predicted = statistics.mean(step_time(works[what], each).total for each in clusters)
         row = {"kind": "time", "what": what, "predicted": predicted, "measured": measured}
         row["uncalibrated"] = step_time(works[what], listed_rates).total
-        rows.append(row | {"error": predicted / measured - 1, "noise": first.noise})
+        rows.append(row | {"error": predicted / measured - 1})
     record("planner_accuracy", rows)
     errors = sorted(abs(row["error"]) for row in rows)
     within, mean = sum(error <= 0.10 for error in errors), statistics.mean(errors)

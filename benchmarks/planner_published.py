@@ -28,6 +28,7 @@ from planning.constants import FLOAT8_BANDWIDTH, FLOAT8_CAST, FLOAT8_TRANSPOSE, 
 from planning.hardware import Cluster, Device
 from planning.known_runs import ANCHORED, BANDS, CALIBRATED, KINDS, Band, layout_kind
 from planning.memory import memory, unit_bytes
+from planning.network import route, seconds
 from planning.step_time import spread, step_time
 from planning.workload import Workload
 
@@ -250,6 +251,8 @@ def planned_seconds(run: dict[str, Any], work: Workload, cluster: Cluster) -> fl
         # _symmetric_memory), which read and add them; in the passes forward, back, and forward again.
         moved = 2 * (3 * tp + 1) * (3 if work.ac_mode == "full" else 2) * tokens * model.dim
         more += work.rank_layers * moved / device.bandwidth
+    if work.degrees.cp > 1 and "torchtitan" in run["source"]:
+        more += work.rank_layers * context_seconds(work, cluster)
     more *= work.passes * spread(work.degrees.world)
     # Products hide all but the first part of their collectives, or torchao gathers in float8.
     exposed, computing = time.classes.get("exposed tensor parallel", 0.0), sum(time.computing.values())
@@ -258,6 +261,22 @@ def planned_seconds(run: dict[str, Any], work: Workload, cluster: Cluster) -> fl
     saved = min(exposed * (1 - part), time.classes["matmul"])
     idle = time.classes.get("bubble", 0.0) * (more - saved) / (computing + exposed)
     return time.total + more - saved + idle
+
+
+def context_seconds(work: Workload, cluster: Cluster) -> float:
+    """Return the seconds that torch's context_parallel takes of a block and micro-batch, more than a ring
+    that hides its sends: it gathers all keys and values in each pass, repeated for the queries that share
+    them, and sends their gradients on in float32. Each is launched behind a kernel of attention that fills
+    the device, and so runs when that is done. Parts are added up and copied operator by operator.
+    """
+    cp, on = work.degrees.cp, route(cluster, work.degrees, "cp")
+    values = work.states_at_once * work.rank_tokens * work.model.dim  # of keys; as many of values
+    forwards = 2 if work.ac_mode == "full" else 1
+    gathers = (forwards + 1) * seconds("all-gather", 2 * work.itemsize * cp * values, on)
+    sends = cp * seconds("send", 2 * 4 * values, on)
+    # Bytes a value and part: 54 forward and 60 backward (torch's _SDPAMerger), less those of this program.
+    copied = cp * values * (forwards * (54 - 26) + 60 - 54)
+    return gathers + sends + copied / cluster.device.bandwidth
 
 
 def judged(run: dict[str, Any], model: Architecture) -> dict[str, Any]:

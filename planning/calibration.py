@@ -2,8 +2,8 @@
 any size.
 
 Rates depend on the shape, on a CPU by factors, so every measured shape keeps its own time; a shape in between
-takes the rate of its neighbours. All operations take turns, so that what else the machine does is in all
-alike and no operation finds its operands in the cache because it has just used them.
+takes the rate of its neighbours. All operations take turns: what else the machine does is in all alike, and
+no operation finds its operands in the cache because it has just used them.
 """
 
 import dataclasses
@@ -12,7 +12,7 @@ import math
 import os
 import statistics
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
 from itertools import product
@@ -23,13 +23,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from command_line import text_table
-from errors import ConfigError, DataError
-from models.attention import attention, check_backend
+from errors import DataError
+from jobs.durable_files import write_durably
+from models.attention import attention, check_backend, find_obstacle
 from models.vit import Block
 from planning.hardware import PRECISION, Cluster, Device
+from training.process_settings import host_memory
 
-FORMAT = 2  # of the file
 NEIGHBOURS = 4  # measured shapes that a rate is taken from
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 # Larger products and tensors have the rates of these, and would take minutes.
@@ -63,7 +63,6 @@ class Timing:
     dtype: str  # torch's name
     sizes: tuple[int, ...]
     seconds: float  # median of the repetitions that nothing disturbed
-    median: float  # of all
 
     @property
     def rate(self) -> float:
@@ -72,20 +71,13 @@ class Timing:
 
 
 def work_of(kind: str, sizes: tuple[int, ...]) -> float:
+    """Return FLOPs, bytes or blocks; what a backward pass recomputes earns nothing."""
     if kind.startswith("matmul/"):
-        return matmul_flops(*sizes)
+        return 2.0 * math.prod(sizes)
     if kind.startswith("attention/"):
-        return attention_flops(*sizes, backward=kind.endswith("/backward"))
+        batch, heads, tokens, head_dim = sizes
+        return (8.0 if kind.endswith("/backward") else 4.0) * batch * heads * tokens**2 * head_dim
     return float(sizes[0])
-
-
-def matmul_flops(m: int, k: int, n: int) -> float:
-    return 2.0 * m * k * n
-
-
-def attention_flops(batch: int, heads: int, tokens: int, head_dim: int, backward: bool) -> float:
-    """Model FLOPs: every token sees every other one; what a backward recomputes earns nothing."""
-    return (8.0 if backward else 4.0) * batch * heads * tokens**2 * head_dim
 
 
 @dataclass(frozen=True)
@@ -134,39 +126,18 @@ class Calibration:
             raise DataError(f"calibration: no {kind} in {dtype}, only {', '.join(there)}; calibrate for it")
         return work_of(kind, sizes) / interpolated_rate(rows, sizes)
 
-    @property
-    def noise(self) -> float:
-        """Fraction by which operations took longer than undisturbed: the load of other programs."""
-        return statistics.median([row.median / row.seconds - 1 for row in self.timings])
-
-    def table(self) -> str:
-        """Table of all measurements, one line an operation and shape."""
-        device = self.processor if self.device_type == "cpu" else f"{self.device_name} on {self.processor}"
-        rows: list[tuple[object, ...]] = [("", "", "", "ms", "10^9/s")]  # FLOPs, bytes or blocks
-        for row in self.timings:
-            shape = " x ".join(map(str, row.sizes))
-            rows.append((row.kind, row.dtype, shape, row.seconds * 1e3, row.rate / 1e9))
-        return (
-            f"{device}: {self.threads} threads, torch {self.torch_version}; "
-            f"others slowed all by {self.noise:.0%}\n"
-            f"{text_table('<34 <10 <28 >10.3f >10,.1f', rows)}"
-        )
-
 
 Rates = Device | Calibration  # what gives the seconds of operations
 
 
-def interpolated_rate(rows: Iterable[Timing], sizes: tuple[int, ...]) -> float:
+def interpolated_rate(rows: Sequence[Timing], sizes: tuple[int, ...]) -> float:
     """Work a second at `sizes`: the nearest shapes' rates, weighted by 1/distance^2, all in logarithms."""
-    near = sorted((math.dist(logs(row.sizes), logs(sizes)), row.rate) for row in rows)
+    logs = [math.log(size) for size in sizes]
+    near = sorted((math.dist([math.log(size) for size in row.sizes], logs), row.rate) for row in rows)
     if near[0][0] == 0:
         return near[0][1]
     weights = [(distance**-2, rate) for distance, rate in near[:NEIGHBOURS]]
     return math.exp(sum(w * math.log(rate) for w, rate in weights) / sum(w for w, _ in weights))
-
-
-def logs(sizes: tuple[int, ...]) -> tuple[float, ...]:
-    return tuple(math.log(size) for size in sizes)
 
 
 # -- on the cluster
@@ -194,34 +165,23 @@ def calibrated(cluster: Cluster, measured: Calibration, devices: int | None = No
 
 
 def save_calibration(calibration: Calibration, path: Path) -> None:
-    """Atomically: a reader finds the old file or the new one, whole."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = path.with_name(f".{path.name}.{os.getpid()}")
-    text = json.dumps({"format": FORMAT} | dataclasses.asdict(calibration), indent=1)
-    unfinished.write_text(text + "\n", encoding="utf-8")
-    os.replace(unfinished, path)
+    write_durably(path, json.dumps(dataclasses.asdict(calibration), indent=1) + "\n")
 
 
 def load_calibration(path: Path) -> Calibration:
-    """DataError, one line, for a file that is not there, not whole, or of another torch or processor."""
-    again = "; measure with plan.py --calibrate"
+    """Read a file of save_calibration. DataError: not there, not whole, or of another torch or processor."""
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
-        if values.pop("format") != FORMAT:
-            raise ValueError(f"format is not {FORMAT}")
         timings = tuple(Timing(**row | {"sizes": tuple(row["sizes"])}) for row in values.pop("timings"))
         measured = Calibration(**values, timings=timings)
-    except FileNotFoundError as error:
-        raise DataError(f"calibration {path}: not there{again}") from error
+        if measured.torch_version != torch_version():
+            raise ValueError(f"measured with torch {measured.torch_version}, this is {torch_version()}")
+        if measured.device_type == "cpu" and measured.processor != processor_name():
+            raise ValueError(f"measured on {measured.processor}, this is {processor_name()}")
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise DataError(f"calibration {path}: cannot be read ({error}){again} again") from error
-    then, now = measured.torch_version, torch_version()
-    if then != now:
-        raise DataError(f"calibration {path}: measured with torch {then}, this is {now}{again} again")
-    if measured.device_type == "cpu" and measured.processor != processor_name():
-        raise DataError(
-            f"calibration {path}: measured on {measured.processor}, this is {processor_name()}{again} again"
-        )
+        reason = f"calibration {path}: cannot be used ({error})"
+        raise DataError(f"{reason}; measure with plan.py --calibrate again") from error
     return measured
 
 
@@ -274,14 +234,13 @@ def calibrate(
     threads: int,
     seconds: float = SECONDS,
 ) -> Calibration:
-    """Times of a rank of `threads` threads on `device`.
+    """Measure a rank of `threads` threads on `device`; `seconds` are spent on repetitions.
 
-    TF32 is on or off as torch is set. `seconds` are spent on repetitions. `backends` are those of
-    models/attention.py; ConfigError where the device has no kernel for one, in no precision.
+    TF32 is on or off as torch is set. `backends` are those of models/attention.py; ConfigError where the
+    device has no kernel for one in bfloat16.
     """
     for backend in backends:
-        if not any(has_kernel(backend, device.type, dtype) for dtype in DTYPES):
-            check_backend(backend, device.type, torch.float32)
+        check_backend(backend, device.type, torch.bfloat16)
     usual, on_gpu = torch.get_num_threads(), device.type == "cuda"
     torch.set_num_threads(threads)
     try:
@@ -295,24 +254,9 @@ def calibrate(
         processor=processor_name(),
         cores=os.cpu_count() or 1,
         threads=threads,
-        memory=memory_of(device),
+        memory=torch.cuda.get_device_properties(device).total_memory if on_gpu else host_memory(),
         timings=tuple(timings),
     )
-
-
-def has_kernel(backend: str, device_type: str, dtype: str) -> bool:
-    try:
-        check_backend(backend, device_type, DTYPES[dtype])
-    except ConfigError:
-        return False
-    return True
-
-
-def memory_of(device: torch.device) -> int:
-    """Bytes of the GPU, or of the host."""
-    if device.type == "cuda":
-        return torch.cuda.get_device_properties(device).total_memory
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 # -- what is timed
@@ -326,16 +270,15 @@ def operations(
     attentions = dict.fromkeys((b.batch, b.heads, b.tokens, b.dim // b.heads) for b in blocks)
     activations = dict.fromkeys((b.batch * b.tokens, n) for b in blocks for n in (b.dim, b.mlp_dim))
     for dtype in DTYPES:
+        possible = [each for each in backends if not find_obstacle(each, device.type, DTYPES[dtype])]
         for shape in linears:
             yield from linear_operations(*shape, dtype, device)
-        for shape, backend in product(attentions, backends):
-            if has_kernel(backend, device.type, dtype):
-                yield from attention_operations(*shape, dtype, backend, device)
+        for shape, backend in product(attentions, possible):
+            yield from attention_operations(*shape, dtype, backend, device)
         for rows, width in activations:
             yield from elementwise_operations(rows, width, dtype, device)
-        usual = backends[0] if has_kernel(backends[0], device.type, dtype) else "sdpa"
         for block in blocks:
-            yield block_operation(block, dtype, usual, device)
+            yield block_operation(block, dtype, (possible or ["sdpa"])[0], device)
     yield adamw_operation(sum(inputs * outputs for _, inputs, outputs in linears), device)
 
 
@@ -437,15 +380,12 @@ def in_turns(todo: list[Operation], device: torch.device, seconds: float) -> lis
     """
     calls = [calls_for(operation, device) for operation in todo]
     end, (least, most) = time.perf_counter() + seconds, REPETITIONS
-    times: list[list[float]] = [[] for _ in todo]
-    for repetition in range(most):
-        if repetition >= least and time.perf_counter() > end:
-            break
-        for operation, number, found in zip(todo, calls, times, strict=True):
-            found.append(seconds_of(operation, number, device))
+    times: list[list[float]] = []
+    while len(times) < least or (len(times) < most and time.perf_counter() < end):
+        times.append([seconds_of(each, number, device) for each, number in zip(todo, calls, strict=True)])
     return [
-        Timing(operation.kind, operation.dtype, operation.sizes, undisturbed(found), statistics.median(found))
-        for operation, found in zip(todo, times, strict=True)
+        Timing(each.kind, each.dtype, each.sizes, undisturbed(found))
+        for each, found in zip(todo, zip(*times, strict=True), strict=True)
     ]
 
 
@@ -462,15 +402,11 @@ def calls_for(operation: Operation, device: torch.device) -> int:
 
 
 def seconds_of(operation: Operation, calls: int, device: torch.device) -> float:
-    """Seconds of one call, the mean of `calls`."""
-    synchronize(device)
+    """Return the seconds of one call, the mean of `calls`."""
+    wait = torch.cuda.synchronize if device.type == "cuda" else lambda: None
+    wait()
     start = time.perf_counter()
     for _ in range(calls):
         operation.run()
-    synchronize(device)
+    wait()
     return (time.perf_counter() - start) / calls
-
-
-def synchronize(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)

@@ -18,28 +18,24 @@ MOST_DEVICES = 1_000_000
 CALIBRATION = Path(in_project("outputs/calibration.json"))
 THIS = "this"  # the machine that was calibrated
 Table = dict[str, Any]  # one machine of a TOML file
-PRECISIONS = ("bf16", "fp32", "fp8")  # "fp32" means TF32 where the device has it
-HEAD_SIZES = ("32", "48", "64", "80", "96", "128", "256")  # TOML's keys are text
 LINK = ("latency", "bandwidth")
-NEEDED = {PRECISIONS: ("bf16", "fp32"), LINK: LINK}  # of the keys of such tables
-# Keys of a machine that are no numbers -> a type, or the keys of a table of numbers.
+# Keys of a machine that are no numbers -> a type, or the keys that a table of numbers needs.
 OTHERS: dict[str, type | tuple[str, ...]] = {
     "like": str,  # a machine that has the rest
     "known_as": list,  # torch's names of the device
     "shared": bool,
-    **dict.fromkeys(("peak", "matmul"), PRECISIONS),
-    **dict.fromkeys(("attention_forward", "attention_backward"), HEAD_SIZES),
-    **dict.fromkeys(("hopper_forward", "hopper_backward"), HEAD_SIZES),
+    **dict.fromkeys(("peak", "matmul"), ("bf16", "fp32")),  # and fp8; "fp32" means TF32 where there is TF32
     **dict.fromkeys(("inside", "between"), LINK),
 }
+# By head size, which is text in TOML.
+OTHERS |= {f"{kind}_{way}": () for kind in ("attention", "hopper") for way in ("forward", "backward")}
+TABLE_KEYS = (*LINK, "bf16", "fp32", "fp8", "32", "48", "64", "80", "96", "128", "256")
 DEVICE_KEYS = [field.name for field in dataclasses.fields(Device) if field.name != "name"]
 CLUSTER_KEYS = [field.name for field in dataclasses.fields(Cluster)]
 NO_KEYS = ("name", "device", "devices", "measured", "anchor")
 KEYS = ["like", "known_as", *DEVICE_KEYS, *(key for key in CLUSTER_KEYS if key not in NO_KEYS)]
 OPTIONAL = ("like", "known_as", "shared", "cores", "float32_attention", "hopper_forward", "hopper_backward")
 MAY_BE_ZERO = ("reserved", "on_demand", "spot", "spot_interruptions", "failures")
-WHOLE = ("memory", "reserved", "devices_per_node", "host_memory")
-TAKES = {str: "text", list: "a list of names", bool: "true or false"}
 
 
 def load_cluster(name: str, files: Iterable[str | Path] = (), calibration: Path = CALIBRATION) -> Cluster:
@@ -75,7 +71,6 @@ def split_name(name: str, machines: list[str]) -> tuple[str, int | None]:
                 raise ConfigError(f"cluster {name!r}: give at most {MOST_DEVICES:,} devices")
             return found[1], int(found[2])
     near = difflib.get_close_matches(re.sub(r"x?\d*$", "", name.lower()), machines, 1)
-    near += difflib.get_close_matches(name.lower(), machines, 1)
     meant = f"did you mean {near[0]!r}? " if near else ""
     known = ", ".join(machines)
     reason = f"no such machine; {meant}give one of {known} and how many devices, as in a100x64"
@@ -136,13 +131,11 @@ def what_is_wrong(key: str, value: Any) -> str:
         right = is_positive(value) or (key in MAY_BE_ZERO and value == 0)
         return "" if right else "give a positive number"
     if isinstance(takes, type):
-        return "" if isinstance(value, takes) else f"give {TAKES[takes]}"
-    needed = NEEDED.get(takes, ())
-    right = isinstance(value, dict) and value and all(map(is_positive, value.values()))
-    if right and set(needed) <= set(value) <= set(takes):
+        return "" if isinstance(value, takes) else f"give a {takes.__name__}"
+    right = isinstance(value, dict) and all(map(is_positive, value.values()))
+    if right and value and set(takes) <= set(value) <= set(TABLE_KEYS):
         return ""
-    fix = f"give a table of positive numbers with the keys {', '.join(takes)}"
-    return fix + (f" (at least {', '.join(needed)})" if needed else "")
+    return f"give a table of positive numbers with the keys {', '.join(takes) or 'of head sizes'}"
 
 
 def is_positive(value: Any) -> bool:
@@ -150,16 +143,14 @@ def is_positive(value: Any) -> bool:
 
 
 def build_cluster(machine: str, table: Table) -> Cluster:
-    """One node of a machine."""
+    """Return one node of a machine; of one that ranks share, divided among as many as it has cores."""
     values = {key: value for key, value in table.items() if key not in ("like", "known_as")}
     for key, takes in OTHERS.items():
-        if takes is HEAD_SIZES:
+        if takes == ():
             values[key] = {int(head_size): rate for head_size, rate in values.get(key, {}).items()}
         elif takes is LINK:
             values[key] = Link(**values[key])
-    values |= {key: round(values[key]) for key in WHOLE}
     device = Device(machine, **{key: values.pop(key) for key in DEVICE_KEYS if key in values})
-    devices = values["devices_per_node"]
-    if values.get("shared"):  # as one rank, then as many as there are cores
-        return Cluster(machine, device, 1, **values).with_devices(devices)
-    return Cluster(machine, device, devices, **values)
+    devices = values["devices_per_node"] = round(values["devices_per_node"])
+    one = Cluster(machine, device, 1 if values.get("shared") else devices, **values)
+    return one.with_devices(devices)

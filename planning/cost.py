@@ -1,4 +1,4 @@
-"""Cost of a run: hours, energy and money, on machines that may be taken away, and how often to save.
+"""Cost of a run: hours, energy and money, on machines that may be taken away.
 
 Interruptions, by preemption or failure of a node, are a Poisson process of `rate` a second for the whole job.
 One stops every device: the job starts again in `restart` seconds, which may be interrupted too, and repeats
@@ -11,7 +11,6 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from command_line import text_table
 from config import Checkpoint, Config
 from planning.constants import FLOAT32
 from planning.hardware import Cluster
@@ -22,14 +21,6 @@ from planning.workload import Workload
 from training.due import Rollouts
 
 HOUR = 3600.0
-COST_ROWS = (  # of the table: title, field of Cost, unit, digits
-    ("days", "hours", 24, 2),
-    ("dollars", "dollars", 1, 0),
-    ("of these lost", "dollars_lost", 1, 0),
-    ("interruptions", "preemptions", 1, 1),
-    ("device-hours", "device_hours", 1, 0),
-    ("kWh", "kwh", 1, 0),
-)
 HOPELESS = 300.0  # preemptions between two saves: e^300 seconds are not a time
 
 
@@ -103,20 +94,6 @@ def expected_time(work: float, saves: Saves, rate: float) -> tuple[float, float]
     return wall, rate * wall
 
 
-def best_interval(saves: Saves, rate: float) -> float:
-    """Best work between saves (Daly 2006, eq. 37), with x = C/(2 M): sqrt(2 C M) (1 + sqrt(x)/3 + x/9) - C.
-
-    No shorter than a save takes to write: one is written at a time. Infinite where nothing is preempted.
-    """
-    if not rate:
-        return math.inf
-    x = saves.stall * rate / 2
-    if x >= 1:  # a save takes longer than two preemptions are apart
-        return max(1 / rate, saves.write)
-    daly = math.sqrt(2 * saves.stall / rate) * (1 + math.sqrt(x) / 3 + x / 9) - saves.stall
-    return max(daly, saves.write)
-
-
 # -- cost
 
 
@@ -125,12 +102,10 @@ class Cost:
     """Expected cost of one run on one fleet."""
 
     hours: float
-    device_hours: float
     kwh: float  # an upper bound: devices that wait draw less than `watts`
     dollars: float
     dollars_lost: float  # of `dollars`, for everything but steps that count
     preemptions: float
-    best_interval_seconds: float  # between saves
 
 
 def run_cost(stages: Sequence[tuple[float, Saves]], fleet: Fleet) -> Cost:
@@ -139,12 +114,10 @@ def run_cost(stages: Sequence[tuple[float, Saves]], fleet: Fleet) -> Cost:
     work, hours = sum(seconds for seconds, _ in stages) / HOUR, sum(wall for wall, _ in times) / HOUR
     return Cost(
         hours=hours,
-        device_hours=hours * fleet.cluster.devices,
         kwh=hours * fleet.watts / 1000,
         dollars=hours * fleet.dollars_an_hour,
         dollars_lost=(hours - work) * fleet.dollars_an_hour,
         preemptions=sum(number for _, number in times),
-        best_interval_seconds=best_interval(stages[-1][1], fleet.rate),
     )
 
 
@@ -153,103 +126,55 @@ class CostRange:
     """Costs of a run by fleet, as planned, and with steps as fast and as slow as known runs of its kind."""
 
     planned: dict[str, Cost]
-    ends: tuple[dict[str, Cost], ...]  # empty: no run of its kind is known
-    fleets: dict[str, Fleet]
+    ends: list[dict[str, Cost]]  # empty: no run of its kind is known
+    dollars_an_hour: dict[str, float]
     steps: int
-    step_seconds: float  # as planned, of the longest rollouts
-    saves: Saves  # of these
     checkpoint_bytes: int
     stored_bytes: int
 
-    def table(self) -> str:
-        """A column for each fleet; then how often the run saves."""
-        best = [cost.best_interval_seconds for cost in self.planned.values()]
-        rows = [
-            ("dollars an hour", *(f"{fleet.dollars_an_hour:,.2f}" for fleet in self.fleets.values())),
-            *(
-                (what, *(self.between(fleet, name, unit, digits) for fleet in self.fleets))
-                for what, name, unit, digits in COST_ROWS
-            ),
-            ("best save every", *(interval_text(seconds, self.step_seconds) for seconds in best)),
-        ]
-        title = (f"the run of {self.steps:,} steps", *self.fleets)
-        lines = ((f"  {what}", *values) for what, *values in rows)
-        table = text_table("<26" + " >24" * len(self.fleets), [title, *lines])
-        return f"{table}\n  {self.saves_text()}"
-
     def between(self, fleet: str, name: str, unit: float = 1, digits: int = 0) -> str:
-        """A figure of a run's cost, from the fastest to the slowest."""
-        values = [getattr(costs[fleet], name) / unit for costs in self.ends or (self.planned,)]
+        """Return a figure of a run's cost as text, from the fastest to the slowest."""
+        values = [getattr(costs[fleet], name) / unit for costs in self.ends or [self.planned]]
         return " to ".join(dict.fromkeys(f"{value:,.{digits}f}" for value in values))
-
-    def saves_text(self) -> str:
-        """Interval and size of the saves."""
-        saves = self.saves
-        if not self.stored_bytes:
-            return "saved never (checkpoint.enable = false): an interruption begins the run again"
-        return (
-            f"saved every {saves.interval / self.step_seconds:,.0f} steps ({saves.interval / HOUR:,.2f} h): "
-            f"{format_size(self.checkpoint_bytes)} each, {format_size(self.stored_bytes)} kept, "
-            f"{saves.stall:.2f} s of a stall, written in {saves.write:.1f} s"
-        )
 
     def as_json(self) -> dict[str, Any]:
         """JSON has no infinity: null."""
-        values = {
-            "steps": self.steps,
-            "dollars_an_hour": {name: fleet.dollars_an_hour for name, fleet in self.fleets.items()},
-            "cost": {"fleets": by_fleet(self.planned), "saves": asdict(self.saves)}
-            | {"checkpoint_bytes": self.checkpoint_bytes, "stored_bytes": self.stored_bytes},
-            "cost_band": [{"fleets": by_fleet(costs)} for costs in self.ends] or None,
-        }
+        values = asdict(self)
+        planned, ends = values.pop("planned"), [{"fleets": costs} for costs in values.pop("ends")]
+        sizes = {key: values.pop(key) for key in ("checkpoint_bytes", "stored_bytes")}
+        values |= {"cost": {"fleets": planned, **sizes}, "cost_band": ends or None}
         return json.loads(json.dumps(values), parse_constant=lambda infinity: None)
 
 
-def by_fleet(costs: dict[str, Cost]) -> dict[str, dict[str, float]]:
-    return {name: asdict(cost) for name, cost in costs.items()}
-
-
-def format_size(size: float) -> str:
-    """Return bytes as text, in MB or GB."""
-    if size < 1e9:
-        return f"{size / 1e6:.1f} MB"
-    return f"{size / 1e9:.1f} GB" if size < 1e11 else f"{size / 1e9:,.0f} GB"
-
-
-def interval_text(seconds: float, step_seconds: float) -> str:
-    """Work between saves; "-" where nothing is lost that a save could keep, or nothing is saved."""
-    if math.isinf(seconds) or seconds <= 0:
-        return "-"
-    return f"{max(seconds / step_seconds, 1):,.0f} steps, {max(seconds, step_seconds) / 60:,.0f} min"
-
-
 def cost_range(config: Config, plan: Plan, cluster: Cluster, restart_minutes: float) -> CostRange:
-    """Costs of `training.steps` steps within the error band of the plan's step.
+    """Return costs of `training.steps` steps within the error band of the plan's step.
 
     A save costs what the copy to the host takes; without asynchrony, what writing takes.
     """
-    work, degrees, settings, steps = plan.work, plan.work.degrees, config.checkpoint, config.training.steps
+    work, settings, every = plan.work, config.checkpoint, fleets(cluster)
     size = checkpoint_size(work)
-    writers = work.fsdp_ranks * degrees.tp * degrees.pp  # replicas have the same
+    writers = work.fsdp_ranks * work.degrees.tp * work.degrees.pp  # replicas have the same
     write = size / min(cluster.nodes, writers) / cluster.storage
     stall = write if settings.async_mode == "disabled" else size / writers / cluster.host_link
     stages = [(number, time.total) for number, _, time in rollout_stages(config, plan, cluster)]
-    restart, every = restart_minutes * 60, fleets(cluster)
+    restart = restart_minutes * 60
 
-    def costs(slower: float) -> tuple[dict[str, Cost], Saves]:
-        """Of steps that take so many times as long as planned; without saves all is lost."""
-        whole = sum(number * slower * seconds for number, seconds in stages)
-        saves = [(whole, Saves(whole, restart=restart))]
-        if settings.enable:
-            lengths = [(number, slower * seconds) for number, seconds in stages]
-            saves = [(n * s, Saves(settings.interval * s, stall, write, restart)) for n, s in lengths]
-        longest = max((each for _, each in saves), key=lambda each: each.interval)
-        return {name: run_cost(saves, fleet) for name, fleet in every.items()}, longest
+    def costs(slower: float) -> dict[str, Cost]:
+        """Costs of steps that take so many times as long as planned; without saves all is lost."""
+        lengths = [
+            (number * slower * seconds, settings.interval * slower * seconds) for number, seconds in stages
+        ]
+        saves = [(whole, Saves(interval, stall, write, restart)) for whole, interval in lengths]
+        if not settings.enable:
+            whole = sum(whole for whole, _ in lengths)
+            saves = [(whole, Saves(whole, restart=restart))]
+        return {name: run_cost(saves, fleet) for name, fleet in every.items()}
 
-    band, (planned, saves) = band_of(work, cluster), costs(1.0)
-    ends = (costs(band.fastest)[0], costs(band.slowest)[0]) if band else ()
+    band, steps = band_of(work, cluster), config.training.steps
+    ends = [costs(band.fastest), costs(band.slowest)] if band else []
     stored = checkpoint_storage(size, settings, steps) if settings.enable else 0
-    return CostRange(planned, ends, every, steps, plan.time.total, saves, size, stored)
+    prices = {name: fleet.dollars_an_hour for name, fleet in every.items()}
+    return CostRange(costs(1.0), ends, prices, steps, size, stored)
 
 
 def rollout_stages(config: Config, plan: Plan, cluster: Cluster) -> list[tuple[int, Workload, StepTime]]:

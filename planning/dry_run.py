@@ -7,7 +7,7 @@ MemTracker's, collectives are the Recorder's.
 
 import warnings
 from collections import Counter, OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -19,9 +19,6 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed._tools.mem_tracker import MemTracker
 from torch.distributed._tools.mod_tracker import ModTracker
-from torch.distributed.fsdp import FSDPModule
-from torch.distributed.pipelining import PipelineStage
-from torch.distributed.pipelining.schedules import PipelineScheduleSingle
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._op_schema import OpSchema
 from torch.distributed.tensor._sharding_prop import ShardingPropagator
@@ -31,7 +28,8 @@ from torch.utils.hooks import RemovableHandle
 
 from config import Config
 from datasets.grid import Grid
-from parallelisms.degrees import Degrees
+from errors import refuse
+from parallelisms.degrees import Degrees, num_stages
 from parallelisms.mesh import mesh_of
 from parallelisms.parallelize import LossPart, ParallelModel
 from parallelisms.pipeline import Pipeline
@@ -79,9 +77,13 @@ def mib(size: int) -> str:
 
 def dry_run(config: Config, world_size: int, grid: Grid, num_variables: int) -> DryRun:
     """One step of `config` on `world_size` ranks, as written: the compiler knows no tracker of memory."""
-    backend = config.model.attention_backend.replace(
-        "auto", "sdpa"
-    )  # not a CPU's choice, "math" for few tokens
+    parallelism = config.parallelism
+    schedule = parallelism.pipeline_parallel_schedule
+    if parallelism.pipeline_parallel_degree > 1 and num_stages(schedule, 1) > 1:
+        reason = "the dry run has GPipe and 1F1B; leave out --dry_run, and closed forms plan it"
+        refuse("parallelism.pipeline_parallel_schedule", schedule, reason)
+    # "auto" is not a CPU's choice here, "math" for few tokens.
+    backend = config.model.attention_backend.replace("auto", "sdpa")
     config = replace(config, model=replace(config.model, attention_backend=backend))
     config = replace(config, compile=replace(config.compile, enable=False))
     warnings.filterwarnings("ignore", category=UserWarning)  # torch's about fake groups
@@ -238,80 +240,34 @@ class FakeBatches:
 
 
 class FirstRank:
-    """In place of a pipeline: the stages of its first rank in their schedule's order, nothing sent."""
+    """In place of a pipeline: the stage of its first rank in the schedule's order, nothing sent."""
 
     def __init__(self, pipeline: Pipeline, tokens: Tensor, micro_batches: int) -> None:
         """tokens (B, t, D): of a micro-batch between two stages."""
-        self.stages = dict(zip(pipeline.indices, pipeline.stages, strict=True))
-        self.micro_batch, runner = len(tokens), pipeline.runner
-        # A stage has a buffer for each micro-batch's tokens, and gradients, that it receives, in all steps.
-        messages = sum((not stage.is_first) + (not stage.is_last) for stage in pipeline.stages)
-        self.received = [torch.empty_like(tokens) for _ in range(messages * micro_batches)]
-        # A rank with one stage waits for its messages; with two it keeps them to the end of the step.
-        self.waits = isinstance(runner, PipelineScheduleSingle)
-        if isinstance(runner, PipelineScheduleSingle):
-            order = runner._get_pipeline_order()  # torch 2.13 has no public name for it
-            assert order
-            self.actions = [action for action in order[0] if action]
-        else:
-            self.actions = runner.pipeline_order_with_comms[0]  # type: ignore[union-attr]
+        [self.stage], self.micro_batch = pipeline.stages, len(tokens)
+        # The stage has a buffer for the gradients of each micro-batch, in all steps.
+        self.received = [torch.empty_like(tokens) for _ in range(micro_batches)]
+        order = pipeline.runner._get_pipeline_order()  # type: ignore[union-attr]  # no public name in 2.13
+        assert order
+        self.actions = [action for action in order[0] if action]
 
     def step(self, inputs: Tensor, targets: dict[str, Tensor], loss: LossPart, scale: float) -> Tensor:
-        """Forward and backward passes as torch's schedules run them, and what FSDP does between them."""
-        micro_batches = inputs.split(self.micro_batch)
-        truths = [each.split(self.micro_batch) for each in targets.values()]
-        self.sent: list[Tensor | None] = []
-        self.forwarded: dict[tuple[PipelineStage, int], dict[str, Any]] = {}
+        """Forward and backward passes, in which FSDP keeps what it has gathered and reduces nothing yet."""
+        micro_batches, forwarded = inputs.split(self.micro_batch), {}
         for action in self.actions:
-            stage, number = self.stages[action.stage_index], action.microbatch_index or 0
-            kind = action.computation_type.name
+            number, kind = action.microbatch_index or 0, action.computation_type.name
             if kind == "FORWARD":
-                output = self._forward(stage, number, micro_batches)
-                if stage.is_last:
-                    truth = {name: each[number] for name, each in zip(targets, truths, strict=True)}
-                    self.forwarded[stage, number]["stage_output"] = (loss(output, truth) * scale,)
+                x = micro_batches[number]
+                forwarded[number] = {"stage_output": (self.stage.submod(x),), "input_values": (x,)}
             elif "BACKWARD" in kind:
-                self._backward(stage, number, kind)
+                passes = forwarded.pop(number) | {"output_grads": (self.received[-1],)}
+                self.stage.backward_maybe_with_nosync("full", passes)
             elif kind == "REDUCE_GRAD":
-                stage.perform_reduce_grad(1)
-            elif kind in ("UNSHARD", "RESHARD"):
-                for module in stage.submod.modules():
-                    if isinstance(module, FSDPModule):
-                        module.unshard() if kind == "UNSHARD" else module.reshard()
-        del self.sent, self.forwarded
+                self.stage.perform_reduce_grad(1)
         return torch.zeros(())
 
-    def _forward(self, stage: PipelineStage, number: int, micro_batches: Sequence[Tensor]) -> Tensor:
-        """Return the output of micro-batch `number`; store what its backward pass needs."""
-        x = micro_batches[number] if stage.is_first else self.received[0].detach().requires_grad_()
-        output = stage.submod(x)
-        self.sent += [] if stage.is_last or self.waits else [output.detach()]
-        self.forwarded[stage, number] = {
-            "stage_output": (output,),
-            "output_grads": None,
-            "input_values": (x,),
-        }
-        return output
-
-    def _backward(self, stage: PipelineStage, number: int, kind: str) -> None:
-        """Run torch's backward pass, in which FSDP keeps what it has gathered and reduces nothing yet."""
-        passes = self.forwarded.pop((stage, number))
-        if kind != "BACKWARD_WEIGHT" and not stage.is_last:
-            passes["output_grads"] = (self.received[-1],)
-        gradients: tuple[Tensor | None, ...] = ()
-        if kind == "BACKWARD_INPUT":
-            self.forwarded[stage, number] = passes
-            if not stage.is_first:  # which has both passes at once, at the time of the second
-                gradients, passes["param_groups"] = stage.backward_maybe_with_nosync("input", passes)
-                del passes["input_values"], passes["output_grads"]
-        else:
-            part = "weight" if "param_groups" in passes else "full"
-            gradients, _ = stage.backward_maybe_with_nosync(part, passes)
-        self.sent += [] if self.waits else gradients
-
     def forward(self, inputs: Tensor, tokens_shape: tuple[int, ...], output_shape: tuple[int, ...]) -> Tensor:
-        for stage in self.stages.values():
-            stage.submod(inputs if stage.is_first else torch.empty(tokens_shape))
+        self.stage.submod(inputs)
         return torch.empty(output_shape)
 
 

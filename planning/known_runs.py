@@ -82,10 +82,6 @@ class Band:
         """Ends of the seconds that a step planned to take `seconds` may take."""
         return seconds * self.fastest, seconds * self.slowest
 
-    def overlaps(self, first: float, second: float) -> bool:
-        """Return True if steps that are planned to take so many seconds may take as long as each other."""
-        return max(first, second) * self.fastest <= min(first, second) * self.slowest
-
 
 def kind_of(work: Workload, cluster: Cluster) -> str:
     """Return the kind of runs that a plan is judged by: anchored, calibrated, or PyTorch's of its layout."""

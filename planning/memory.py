@@ -4,7 +4,6 @@ Every formula is next to its component; docs/planning.md derives them. s below i
 micro-batch that a rank has between blocks, x width, in the precision of matrices.
 """
 
-import math
 from dataclasses import dataclass
 
 from planning.architecture import Shapes, count, cut, padded
@@ -44,11 +43,11 @@ def memory(work: Workload) -> Memory:
 
 
 def stage_memory(work: Workload, first: bool, last: bool) -> Memory:
-    """The moments at which a step can be at its peak: the loss, the ends of backward, the update."""
+    """The moments at which a step can be at its peak: the loss, backward of the first blocks, the update."""
     model, tp, number = work.model, work.degrees.tp, work.rank_layers
     states, copies = state_bytes(work, first, last), work.in_flight(first)
     s, stored = unit_bytes(work), number * block_activations(work, work.ac_mode) * copies
-    tokens = work.states_at_once * work.rank_tokens * work.itemsize * copies
+    tokens = s / model.dim * copies
     # The patches that the embedding took, where they are not the float32 ones.
     stored_ends = tokens * tp * model.in_features * (first and work.itemsize < FLOAT32)
     reducing = reduction_bytes(work)
@@ -68,60 +67,50 @@ def stage_memory(work: Workload, first: bool, last: bool) -> Memory:
         "copies of weights": weight_copies(work, first, last),
         "prediction": tokens * model.out_features * last,
     }
-    # Gradients of activations in the backward pass of an MLP: of its output, by tensor parallelism before
-    # and after it is gathered, and of GELU's; and that of the last product's weight.
-    in_mlp = s * (tp + (tp > 1) + model.mlp_dim / model.dim)
-    down = work.itemsize * model.mlp_dim * model.dim / tp
-    earlier = states["gradients"] if not fresh_gradients(work) else 0.0  # of earlier passes
-
-    def backward(done: int, gathered: int, reduction: float) -> dict[str, float]:
-        """When `done` blocks have their gradients and the next is in its MLP's backward."""
-        own = done / number * states["gradients"] * (not uses_ddp(work) and not work.reduces_last)
-        return {
-            **step,
-            "gradients": earlier or own,
-            "gathered parameters": gathered_bytes(work, first, last, gathered + done * work.reduces_last),
-            "activations": stored * (1 - done / number) + stored_ends,
-            "recomputed": recomputed(work),
-            "gradients of activations": in_mlp,
-            "gradients being reduced": down + reduction,
-        }
-
-    loss = {
-        **step,
+    # Gradients appear in the last backward pass, or are there from earlier ones.
+    fresh = (work.reductions if work.uses_fsdp else work.passes) == 1
+    earlier = states["gradients"] * (not fresh)
+    own = states["gradients"] / number * (fresh and not uses_ddp(work) and not work.reduces_last)
+    loss = step | {
         "gradients": earlier,
         "gathered parameters": gathered_bytes(work, first, last, 1),
         "activations": stored + stored_ends,
         "loss": loss_bytes(work) * last,
     }
-    moments = {
-        "loss": loss,
-        "backward of the first block": backward(0, 2, 0.0),
-        "backward of the second block": backward(min(1, number - 1), 2, reducing),
-        "backward of the last block": backward(number - 1, 1, reducing),
+    # Gradients of activations in the backward pass of an MLP: of its output, by tensor parallelism before
+    # and after it is gathered, and of GELU's; and that of the last product's weight.
+    down = work.itemsize * model.mlp_dim * model.dim / tp
+    backward = loss | {
+        "gathered parameters": gathered_bytes(work, first, last, 2),
+        "loss": 0.0,
+        "recomputed": recomputed(work),
+        "gradients of activations": s * (tp + (tp > 1) + model.mlp_dim / model.dim),
+        "gradients being reduced": down,
     }
+    second = backward | {
+        "gradients": earlier or own,
+        "gathered parameters": gathered_bytes(work, first, last, 2 + work.reduces_last),
+        "activations": stored * (1 - 1 / number) + stored_ends,
+        "gradients being reduced": down + reducing,
+    }
+    moments = {"loss": loss, "backward of the first block": backward, "backward of the second block": second}
     if reducing:  # the gradients of a block are whole, in the precision of matrices, and being reduced
         both = reducing * (1 + work.itemsize / work.reduce_itemsize)
-        moments["reduction of the first block"] = moments["backward of the second block"] | {
-            "recomputed": 0.0,
-            "gradients of activations": 0.0,
-            "gradients being reduced": both,
-        }
+        done = {"recomputed": 0.0, "gradients of activations": 0.0, "gradients being reduced": both}
+        moments["reduction of the first block"] = second | done
     if work.rollout_steps > 1:  # a pipeline makes the forecasts of all micro-batches at once
-        units = 3 + tp + 2 * model.mlp_dim / model.dim
         moments["forecast of a rollout"] = always | {
             "gradients": states["gradients"] * (work.accumulation > 1),
             "gathered parameters": loss["gathered parameters"],
             "copies of weights": step["copies of weights"],
             "fields": forecast_field_bytes(work),
-            "activations": work.micro_batches * s * units,
+            "activations": work.micro_batches * s * (3 + tp + 2 * model.mlp_dim / model.dim),
             "messages of a pipeline": messages,
         }
     moments["update"] = always | {
         "gradients": states["gradients"],
         "fields": step["fields"],
         "messages of a pipeline": messages,
-        "matrix made orthogonal": orthogonal_bytes(work),
     }
     used = {name: {k: v for k, v in parts.items() if v} for name, parts in moments.items()}
     return Memory(used, host_bytes(work, states))
@@ -169,12 +158,6 @@ def host_bytes(work: Workload, states: dict[str, float]) -> dict[str, float]:
     }
 
 
-def orthogonal_bytes(work: Workload) -> float:
-    """Muon's largest matrix, whole: as gathered, twice in the iteration, its square at most twice."""
-    largest = max(map(math.prod, work.model.matrices))
-    return 5 * work.itemsize * largest * (work.optimizer == "Muon")
-
-
 # -- parameters in use
 
 
@@ -210,11 +193,6 @@ def reduction_bytes(work: Workload) -> float:
     """
     block = padded(cut(work.model.block, work.degrees.tp), work.fsdp_ranks)
     return work.reduce_itemsize * block * (work.uses_fsdp and not work.reduces_last)
-
-
-def fresh_gradients(work: Workload) -> bool:
-    """Return True if gradients appear in the last backward pass, not in an earlier one."""
-    return (work.reductions if work.uses_fsdp else work.passes) == 1
 
 
 def uses_ddp(work: Workload) -> bool:
@@ -293,13 +271,7 @@ def scores_bytes(work: Workload) -> float:
     """The "math" kernel keeps T numbers a token and head, but computes them again around a ring."""
     if work.attention != "math" or (work.degrees.cp > 1 and work.method == "ring"):
         return 0
-    return (
-        work.states_at_once
-        * work.model.heads
-        * work.rank_tokens
-        * work.model.mean_window_tokens
-        * work.itemsize
-    )
+    return unit_bytes(work) / work.model.head_dim * work.model.mean_window_tokens
 
 
 def recomputed(work: Workload) -> float:

@@ -8,7 +8,6 @@ import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from pathlib import Path
 
 import torch
 
@@ -19,9 +18,8 @@ from jobs.heartbeat import activity
 from jobs.log_setup import start_logging
 from jobs.watchdog import Watchdog
 from planning.constants import GIB
-from planning.search import capacity, change_text, changes_that_fit, fits, plan
-from planning.start_checks import cluster_here, workload_here
-from training.process_settings import host_memory
+from planning.search import capacity, cheapest_changes, fits
+from planning.start_checks import plan_here
 
 # Messages of allocators: CUDA's error has a class of its own, torch's on the host is a RuntimeError.
 OUT_OF_MEMORY = re.compile(
@@ -30,9 +28,9 @@ OUT_OF_MEMORY = re.compile(
 # oneDNN gives this message for any reason, so an allocation is tried afterwards.
 ONEDNN_FAILED = re.compile(r"could not (create|execute) a (primitive|memory)")
 TRIAL_SIZE = 2**28  # bytes
-REQUESTED = re.compile(r"tried to allocate ([\d.]+) ?(bytes|KiB|MiB|GiB)", re.IGNORECASE)
 TARGET = 0.9  # of the planned peak, for suggested changes where the planner expected the step to fit
 NUM_COMPONENTS = 3  # in a message
+SENTENCES = 3  # of CUDA's message: what was asked for, the memory of the device, and what is free
 
 
 class OutOfMemory(RunFailed):
@@ -59,12 +57,12 @@ def explain_out_of_memory(config: Config, selection: Callable[[], Selection | No
     except (MemoryError, RuntimeError) as error:
         if isinstance(error, RunFailed) or not is_out_of_memory(error):
             raise
-        requested, used, where = requested_size(error), memory_used(), current_activity()
+        rank = f"rank {os.environ.get('RANK', '0')} ({socket.gethostname()}, pid {os.getpid()})"
+        where = f"{rank} in step {activity.step}, {activity.describe_phase()}"
+        text = ". ".join(" ".join(str(error).split()).split(". ")[:SENTENCES])
         traceback.clear_frames(error.__traceback__)  # frees tensors, for the explanation takes memory
         gc.collect()
-        raise OutOfMemory(
-            f"{where}: out of memory{requested}, with {used}; {planned(config, selection())}"
-        ) from None
+        raise OutOfMemory(f"{where}: out of memory ({text}); {planned(config, selection())}") from None
 
 
 def is_out_of_memory(error: BaseException) -> bool:
@@ -79,57 +77,25 @@ def is_out_of_memory(error: BaseException) -> bool:
     return False
 
 
-def requested_size(error: BaseException) -> str:
-    """Return the size in the error's message as text, empty if there is none."""
-    found = REQUESTED.search(str(error))
-    return f", asked for {found[1]} {found[2]} more" if found else ""
-
-
-def memory_used() -> str:
-    """Return this rank's memory as text."""
-    if torch.cuda.is_initialized():
-        free, total = torch.cuda.mem_get_info()
-        used = in_gib(torch.cuda.memory_allocated())
-        return f"{used} of its tensors on a device of {in_gib(total)}, {in_gib(free)} free"
-    pages = int(Path("/proc/self/statm").read_text().split()[1])
-    return f"{in_gib(pages * os.sysconf('SC_PAGE_SIZE'))} used by this process"
-
-
-def current_activity() -> str:
-    """Return rank, host, process, step and phase as text."""
-    rank, phases = os.environ.get("RANK", "0"), "/".join(activity.phases[1:]) or activity.phases[0]
-    return f"rank {rank} ({socket.gethostname()}, pid {os.getpid()}) in step {activity.step}, {phases}"
-
-
 def planned(config: Config, selection: Selection | None) -> str:
     """Return the plan of this run here as text: the peak, its components, the cheapest changes."""
-    world = int(os.environ.get("WORLD_SIZE", "1"))
     if selection is None:
         return "the data were being opened"
     try:
-        cluster = cluster_here("", (), world, host_memory())
-        work = workload_here(config, selection, cluster, world)
+        found = plan_here(config, selection, int(os.environ.get("WORLD_SIZE", "1")))
     except UserError as error:
         return f"nothing is planned ({error}): plan.py --dry_run measures what each layout takes"
-    if cluster is None:
-        return "this GPU is not in planning/clusters.toml: plan.py --cluster NAME says what the run takes"
-    made = plan(work, cluster)
+    if found is None:
+        return "this model or GPU is not planned: plan.py --dry_run measures what each layout takes"
+    made, cluster = found
     room = cluster
     if fits(made, cluster):  # then the plan was too low: suggest what needs clearly less
         size = round(TARGET * made.memory.peak + cluster.device.reserved)
         room = replace(cluster, device=replace(cluster.device, memory=size))
-    found = [
-        f"{change_text(name, less.work, config)} ({in_gib(less.memory.peak)})"
-        for name, less in changes_that_fit(work, room)
-    ]
-    advice = " or ".join(found) or "plan.py --layout auto looks for a layout that fits"
     parts = sorted(made.memory.components.items(), key=lambda part: -part[1])[:NUM_COMPONENTS]
-    named = ", ".join(f"{name} {in_gib(size)}" for name, size in parts)
+    named = ", ".join(f"{name} {size / GIB:.2f} GiB" for name, size in parts)
     return (
-        f"the planner expects a peak of {in_gib(made.memory.peak)} a rank, in {made.memory.peak_moment}: "
-        f"{named}; there are {in_gib(capacity(cluster))}. Change {advice}"
+        f"the planner expects a peak of {made.memory.peak / GIB:.2f} GiB a rank, in "
+        f"{made.memory.peak_moment}: {named}; there are {capacity(cluster) / GIB:.2f} GiB; "
+        f"{cheapest_changes(made.work, room, config)}"
     )
-
-
-def in_gib(size: float) -> str:
-    return f"{size / GIB:.2f} GiB"

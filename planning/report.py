@@ -38,7 +38,7 @@ def answer(made: Plan, cluster: Cluster, cost: CostRange, config: Config, search
     low, high = band.around(time.total) if band else (0.0, 0.0)
     within = f", {low:,.3f} to {high:,.3f} by its error band" if band else ""
     unit, length = ("days", 24) if cost.planned["on demand"].hours > 24 else ("hours", 1)
-    dollars = (f"{fleet}: {cost.between(fleet, 'dollars')}" for fleet in cost.fleets)
+    dollars = (f"{fleet}: {cost.between(fleet, 'dollars')}" for fleet in cost.planned)
     lines = {
         "job": job_text(work, cluster),
         "layout": layout_text(work),
@@ -62,14 +62,9 @@ def job_text(work: Workload, cluster: Cluster) -> str:
         f"{work.sample_flops / 1e12:,.1f} TFLOP a sample; "
         f"{cluster.name}: {cluster.devices} x {cluster.device.name} in {nodes}"
     )
-    if work.model.window_tokens:
-        text += f"; attention to {work.model.mean_window_tokens:,.0f} tokens on average"
-    text += f"; windows of {work.history} states" if work.history > 1 else ""
     if work.rollout_steps > 1:
-        some = work.gradient_steps < work.rollout_steps
-        text += f"; rolled out over {work.rollout_steps} steps"
-        text += f", gradients through the last {work.gradient_steps}" if some else ""
-    return text + (f"; ensembles of {work.members}" if work.members > 1 else "")
+        text += f"; rolled out over {work.rollout_steps} steps, gradients through {work.gradient_steps}"
+    return text
 
 
 def layout_text(work: Workload) -> str:
@@ -132,8 +127,8 @@ def layout_options(work: Workload, config: Config) -> str:
 # -- tables
 
 
-def memory_table(memory: Memory, verbose: bool) -> str:
-    """Components at the peak; verbose: and the peaks of all moments of the step."""
+def memory_table(memory: Memory) -> str:
+    """Return the components at the peak, the largest first."""
     least = 0.005 * GIB if memory.peak >= GIB else 0.0
     parts = sorted(memory.components.items(), key=lambda item: -item[1])
     rows = [
@@ -141,51 +136,28 @@ def memory_table(memory: Memory, verbose: bool) -> str:
         *((f"  {name}", size / GIB) for name, size in parts if size > least),
         ("  peak", memory.peak / GIB),
     ]
-    lines = [text_table("<36 >10.2f <0", rows)]
-    if verbose:
-        moments = {name: sum(parts.values()) for name, parts in memory.moments.items()}
-        lines += [f"  moments: {in_gib(moments)}", f"  host memory a rank: {in_gib(memory.host)}"]
-    return "\n".join(lines)
+    return text_table("<36 >10.2f <0", rows)
 
 
-def in_gib(sizes: dict[str, float]) -> str:
-    return ", ".join(f"{name} {size / GIB:.2f}" for name, size in sizes.items() if size) or "none"
-
-
-def time_table(work: Workload, time: StepTime, cluster: Cluster, verbose: bool) -> str:
-    """Classes add up to the step."""
+def time_table(work: Workload, time: StepTime, cluster: Cluster) -> str:
+    """Return classes, which add up to the step, and the error band in words."""
     classes = sorted(time.classes.items(), key=lambda item: -item[1])
     rows = [(f"  {name}", value, value / time.total) for name, value in classes]
-    lines = [text_table("<36 >10.3f >9.1%", [("a step", "s", "fraction"), *rows, ("  total", time.total)])]
-    lines.append(f"  {band_line(work, cluster)}")
-    if verbose:
-        hidden, exposed = time.hidden / time.total, time.exposed / time.total
-        lines.append(f"  communication: {exposed:.1%} of the step exposed, {hidden:.1%} hidden")
-    return "\n".join(lines)
+    table = text_table("<36 >10.3f >9.1%", [("a step", "s", "fraction"), *rows, ("  total", time.total)])
+    return f"{table}\n  {band_line(work, cluster)}"
 
 
-def data_lines(work: Workload, samples_per_second: float, cluster: Cluster, verbose: bool) -> str:
-    """Rates that store, network and cores must deliver, next to what there is.
-
-    Chunks are taken to have one date and the levels that the run uses. verbose: also what is fast enough.
-    """
-    decoded = read_rate(work, samples_per_second)
-    stored = COMPRESSION * decoded
-    reads = work.arrays * work.states_read * samples_per_second
-    store = f"{stored / 1e9:,.2f} GB/s and {reads:,.0f} reads a second of the store"
-    lines = [
-        f"data to be read: {decoded / 1e9:,.2f} GB/s decoded, {store}",
-        f"  network: {stored / 1e9 / cluster.nodes:,.2f} GB/s a node, of {cluster.storage / 1e9:,.2f}",
-    ]
-    too_slow = stored / cluster.nodes > cluster.storage
+def data_line(read_bytes: float, cluster: Cluster) -> str:
+    """Return what network and cores must deliver, next to what there is. read_bytes: decoded, a second."""
+    stored = COMPRESSION * read_bytes / cluster.nodes
+    text = f"data to be read: {stored / 1e9:,.2f} GB/s a node, of {cluster.storage / 1e9:,.2f}"
+    too_slow = stored > cluster.storage
     if cluster.cores and not cluster.shared:
-        needed = decoded / DECODE_RATE / cluster.devices
+        needed = read_bytes / DECODE_RATE / cluster.devices
         available = cluster.cores / cluster.devices_per_node - TRAINING_CORES
-        lines.append(f"  cores that decode: {needed:,.2f} a device, of {available:,.2f}")
+        text += f"; {needed:,.2f} cores decode for a device, of {available:,.2f}"
         too_slow |= needed > available
-    if too_slow:
-        return "\n".join([*lines, "  TOO SLOW: steps wait for their data"])
-    return "\n".join(lines if verbose else lines[:1])
+    return text + (": TOO SLOW, steps wait for their data" if too_slow else "")
 
 
 def read_rate(work: Workload, samples_per_second: float) -> float:
@@ -194,50 +166,16 @@ def read_rate(work: Workload, samples_per_second: float) -> float:
 
 
 def layouts_table(plans: list[Plan], cluster: Cluster) -> str:
+    """Return a line a layout, the best first; steps of overlapping bands may take as long as each other."""
     columns = ("layout", "batch", "accum", "checkpointing", "GiB")
-    rows: list[tuple[object, ...]] = [("", "", *columns, "step s", "band s", "MFU", "exposed", "group")]
-    groups = groups_of(plans, cluster)
-    for number, (plan, group) in enumerate(zip(plans, groups, strict=True), 1):
+    rows: list[tuple[object, ...]] = [("", "", *columns, "step s", "band s", "MFU", "exposed")]
+    for number, plan in enumerate(plans, 1):
         work, time, band = plan.work, plan.time, band_of(plan.work, cluster)
         around = "-".join(f"{end:.1f}" for end in band.around(time.total)) if band else "?"
         batch = (work.micro_batch, work.accumulation, checkpointing(work), plan.memory.peak / GIB)
         mfu, exposed = time.mfu(work, cluster.device.peak["bf16"]), time.exposed / time.total
-        rows.append((number, "", layout(work), *batch, time.total, around, mfu, exposed, group))
-    table = text_table(">3 <1 <44 >6 >6 >16 >8.1f >9.3f >13 >7.1% >8.1% >6", rows)
-    if band_of(plans[0].work, cluster):
-        return f"{table}\n{groups_line(groups)}"
-    return f"{table}\nno error band is known of the first layout, which may be slower than others: run some"
-
-
-def groups_of(plans: list[Plan], cluster: Cluster) -> list[int]:
-    """Return the number of each plan's group: plans that the error band does not tell from its first one."""
-    firsts: list[Plan] = []
-    groups = []
-    for plan in plans:
-        band, total = band_of(plan.work, cluster), plan.time.total
-        near = (i for i, first in enumerate(firsts, 1) if band and band.overlaps(first.time.total, total))
-        group = next(near, len(firsts) + 1)
-        firsts += [plan] if group > len(firsts) else []
-        groups.append(group)
-    return groups
-
-
-def groups_line(groups: list[int]) -> str:
-    first = groups.count(groups[0])
-    if first == 1:
-        return "the error band tells the first layout from all others"
-    return f"group 1: the error band does not tell these {first} layouts apart; a run of each would"
-
-
-def reason(first: Plan, second: Plan) -> str:
-    """Why the first layout is before the second: the classes in which they differ most."""
-    names = first.time.classes | second.time.classes
-    gains = {name: first.time.classes.get(name, 0) - second.time.classes.get(name, 0) for name in names}
-    largest = sorted(gains.items(), key=lambda item: -abs(item[1]))[:2]
-    where = ", ".join(f"{name} {gain:+.3f} s" for name, gain in largest if abs(gain) > 1e-4)
-    gap = first.time.total / second.time.total - 1
-    simpler = f"{first.techniques} techniques, not {second.techniques}"
-    return f"1 before 2: {gap:+.1%} ({where or 'nothing else'}); {simpler}"
+        rows.append((number, "", layout(work), *batch, time.total, around, mfu, exposed))
+    return text_table(">3 <1 <44 >6 >6 >16 >8.1f >9.3f >13 >7.1% >8.1%", rows)
 
 
 def as_json(plan: Plan, cluster: Cluster, cost: CostRange, read_bytes: float) -> dict[str, Any]:

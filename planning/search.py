@@ -9,6 +9,7 @@ from typing import Any
 from config import Config
 from errors import refuse
 from parallelisms.degrees import Degrees
+from planning.constants import GIB
 from planning.hardware import Cluster
 from planning.memory import Memory, memory
 from planning.step_time import StepTime, step_time
@@ -162,6 +163,15 @@ def change_text(name: str, work: Workload, config: Config) -> str:
     devices = [part for part in name.split(", ") if part.endswith(" devices")]
     keys = [f"{key} = {json.dumps(value)}" for key, value in changed_settings(work, config).items()]
     return ", ".join([*devices, *keys])
+
+
+def cheapest_changes(work: Workload, cluster: Cluster, config: Config) -> str:
+    """Return in one line what to change so that the job of `config` fits, with the peaks then."""
+    found = [
+        f"{change_text(name, less.work, config)} ({less.memory.peak / GIB:.2f} GiB)"
+        for name, less in changes_that_fit(work, cluster)
+    ]
+    return f"change {' or '.join(found)}" if found else "plan.py --layout auto looks for a layout that fits"
 
 
 def key_of(change: str) -> str:

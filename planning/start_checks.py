@@ -1,12 +1,16 @@
 """Checks that need this machine and the data. run_train.sh runs them before any rank starts.
 
-python -m planning.start_checks --job.config_file F --section.key value
+    .venv/bin/python -m planning.start_checks --job.config_file F --section.key value
+
+Configuration, data, devices, the run's folder, a resume, room on the disk for all checkpoints; a warning
+where the planner expects too much memory. NGPU and NNODES say on how many ranks. Exit codes: 0,
+2 a check fails.
 """
 
 import math
 import os
+import shutil
 import sys
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryFile
@@ -25,7 +29,7 @@ from checkpoints.identity import check_resume
 from config import Config
 from datasets.grid import Grid, latitude_bounds
 from datasets.selection import Selection, check_outside_source, open_selection
-from errors import one_line_errors, refuse
+from errors import one_line_errors, print_message, refuse
 from jobs.preemption import started_at
 from models.attention import check_backend
 from models.registry import build_model, registered
@@ -35,12 +39,13 @@ from parallelisms.domain_parallel import choose_tiles
 from parallelisms.float8 import check_float8, float8_layers
 from parallelisms.pipeline import SPLIT_BACKWARD
 from planning.clusters import load_cluster, machine_known_as
+from planning.constants import GIB
+from planning.cost import checkpoint_size, checkpoint_storage
 from planning.hardware import Cluster
-from planning.workload import COPIES_AHEAD, Workload, workload_of
+from planning.search import Plan, capacity, cheapest_changes, check_device, fits, plan
+from planning.workload import COPIES_AHEAD, workload_of
 from training.loggers.opening import check_loggers
 from training.process_settings import host_memory
-
-CGROUPS = Path("/sys/fs/cgroup")
 
 
 def open_checked(config: Config) -> Selection:
@@ -121,7 +126,7 @@ def check_folder(key: str, folder: Path) -> None:
 def check_memory(config: Config, num_variables: int, grid: Grid) -> None:
     """ConfigError: not even the parameters of the ranks here, or the fields of one batch, fit this machine.
 
-    A lower bound of any run; planning/preflight.py compares the planned peak.
+    A lower bound of any run; memory_warning compares the planned peak.
     """
     gpus = range(torch.cuda.device_count())
     memory = host_memory() + sum(torch.cuda.get_device_properties(gpu).total_memory for gpu in gpus)
@@ -182,51 +187,60 @@ def check_tokens(config: Config, grid: Grid) -> None:
         refuse("parallelism.context_parallel_degree", degree, reason)
 
 
-# -- this machine, in the planner's terms
+# -- what the planner expects here
 
 
-def available_memory(cgroup: Path | None = None) -> int:
-    """Return the bytes that this process may still take: free on the host, and within its control groups.
-
-    A control group counts cached files as used; the kernel gives those up first. cgroup: this process's own
-    one.
-    """
-    lines = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
-    free = [int(lines["MemAvailable"].split()[0]) * 1024]
-    own = cgroup or CGROUPS / Path("/proc/self/cgroup").read_text().strip().rpartition("::")[2].strip("/")
-    for group in (own, *own.parents):
-        limit = group / "memory.max"
-        if limit.exists() and (text := limit.read_text().strip()) != "max":
-            numbers = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
-            used = int((group / "memory.current").read_text()) - int(numbers.get("inactive_file", 0))
-            free.append(int(text) - used)
-    return max(min(free), 0)
-
-
-def cluster_here(name: str, files: Sequence[str], world_size: int, memory: int) -> Cluster | None:
-    """Return the cluster of a run here; None for a GPU that is not in the file. ConfigError: an unknown name.
-
-    memory: bytes of the host that its ranks share where they have no GPUs.
-    """
+def plan_here(config: Config, selection: Selection, world_size: int) -> tuple[Plan, Cluster] | None:
+    """Return the plan of a run on this machine; None for models and GPUs that the planner does not know."""
     on_gpu, local = torch.cuda.is_available(), local_ranks()[1]
-    name = name or (machine_known_as(torch.cuda.get_device_name(), files) or "" if on_gpu else "cpu")
-    if not name:
+    name = machine_known_as(torch.cuda.get_device_name()) if on_gpu else "cpu"
+    if not name or not registered(config.model.name).planned:
         return None
-    found = load_cluster(name, files).with_devices(local)
-    if found.shared:
-        found = replace(found, device=replace(found.device, memory=memory // local), host_memory=memory)
-    return replace(found, devices_per_node=local, devices=world_size)
-
-
-def workload_here(config: Config, selection: Selection, cluster: Cluster | None, world_size: int) -> Workload:
-    """Return the work of a step. ConfigError: the planner knows no closed form."""
+    found = load_cluster(name).with_devices(local)
     work = workload_of(config, world_size, selection.archive.grid.shape, len(selection.variables))
-    return work.replace(copies_ahead=COPIES_AHEAD if cluster and not cluster.shared else 0)
+    if on_gpu:  # where other programs may have some of the memory
+        memory = min(found.device.memory, torch.cuda.mem_get_info()[0] + torch.cuda.memory_reserved())
+        work = work.replace(copies_ahead=COPIES_AHEAD)
+    else:  # which the ranks share
+        memory, found = host_memory() // local, replace(found, host_memory=host_memory())
+    device = replace(found.device, memory=memory)
+    found = replace(found, device=device, devices_per_node=local, devices=world_size)
+    return plan(work, found), found
+
+
+def memory_warning(config: Config, made: Plan, cluster: Cluster) -> str:
+    """Return a warning with the fix where the planner expects more memory than a rank has, or else ""."""
+    if fits(made, cluster):
+        return ""
+    needed = (
+        f"{made.memory.peak / GIB:.2f} GiB a rank are planned, and there are {capacity(cluster) / GIB:.2f}"
+    )
+    return f"{needed}: {cheapest_changes(made.work, cluster, config)}"
+
+
+def check_disk(config: Config, made: Plan) -> None:
+    """Raise ConfigError if the disk has no room for the checkpoints that are still to come."""
+    folder, settings = config.dump_folder, config.checkpoint
+    if not settings.enable:
+        return
+    most = checkpoint_storage(checkpoint_size(made.work), settings, config.training.steps)
+    needed = most - sum(path.stat().st_size for path in (folder / "checkpoints").glob("step-*/*"))
+    free = shutil.disk_usage(next(path for path in (folder, *folder.parents) if path.exists())).free
+    if needed > free:
+        reason = (
+            f"{needed / GIB:,.3f} GiB of checkpoints are to come, and its disk has {free / GIB:,.3f} free"
+        )
+        refuse("job.dump_folder", str(folder), f"{reason}; make room, or lower checkpoint.keep_latest_k")
 
 
 def main(argv: list[str]) -> None:
     with one_line_errors():
-        open_checked(start(argv, __doc__, check))
+        config = start(argv, __doc__, check)
+        if found := plan_here(config, open_checked(config), num_ranks()):
+            check_device(found[0].work, found[1])
+            check_disk(config, found[0])
+            if warning := memory_warning(config, *found):
+                print_message(f"warning: {warning}")
 
 
 if __name__ == "__main__":

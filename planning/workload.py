@@ -52,7 +52,6 @@ class Workload:
     asynchronous: bool = True  # checkpoints
     batches_ahead: int = 0  # micro-batches that a loader has in the host's memory
     copies_ahead: int = 0  # of these that are on their way to the device, or there already
-    arrays: int = 1  # of the archive that a state is read from: those on levels are one each
 
     @property
     def itemsize(self) -> int:
@@ -213,7 +212,6 @@ def workload_of(config: Config, world: int, grid_shape: tuple[int, int], num_var
         gradient_steps=rollouts.with_gradients(rollouts.longest),
         asynchronous=config.checkpoint.async_mode != "disabled",
         batches_ahead=PREFETCH + 1 if config.data.num_workers else 1,
-        arrays=len({name.partition(":")[0] for name in named.variables}),
     )
 
 

@@ -14,16 +14,15 @@ from planning.calibration import (
     BlockShape,
     Calibration,
     Timing,
-    attention_flops,
     calibrate,
     calibrated,
     in_turns,
     load_calibration,
-    matmul_flops,
     processor_name,
     save_calibration,
     torch_version,
     undisturbed,
+    work_of,
 )
 from planning.clusters import load_cluster
 
@@ -32,14 +31,8 @@ TINY = [BlockShape(batch=2, tokens=32, dim=64, heads=4, mlp_dim=128)]
 ELEMENTWISE = {"copy", "cast", "add", "sum", "gelu", "gelu_backward", "layer_norm", "layer_norm_backward"}
 
 
-def product(orientation: str, sizes: tuple[int, int, int], rate: float, dtype: str = "float32") -> Timing:
-    seconds = matmul_flops(*sizes) / rate
-    return Timing(f"matmul/{orientation}", dtype, sizes, seconds, seconds)
-
-
-def attention(direction: str, sizes: tuple[int, int, int, int], rate: float) -> Timing:
-    seconds = attention_flops(*sizes, backward=direction == "backward") / rate
-    return Timing(f"attention/sdpa/{direction}", "bfloat16", sizes, seconds, seconds)
+def timing(kind: str, dtype: str, sizes: tuple[int, ...], rate: float) -> Timing:
+    return Timing(kind, dtype, sizes, work_of(kind, sizes) / rate)
 
 
 MADE = Calibration(
@@ -51,14 +44,14 @@ MADE = Calibration(
     threads=2,
     memory=8_000_000_000,
     timings=(
-        product("forward", (128, 64, 64), 100e9),
-        product("forward", (128, 64, 256), 400e9),
-        product("input_gradient", (128, 256, 64), 200e9),
-        product("weight_gradient", (256, 128, 64), 50e9),
-        product("forward", (128, 64, 64), 1e12, "bfloat16"),
-        attention("forward", (2, 4, 64, 32), 300e9),
-        attention("backward", (2, 4, 64, 32), 150e9),
-        Timing("elementwise/copy", "float32", (2**20,), 2**20 / 10e9, 2**20 / 5e9),
+        timing("matmul/forward", "float32", (128, 64, 64), 100e9),
+        timing("matmul/forward", "float32", (128, 64, 256), 400e9),
+        timing("matmul/input_gradient", "float32", (128, 256, 64), 200e9),
+        timing("matmul/weight_gradient", "float32", (256, 128, 64), 50e9),
+        timing("matmul/forward", "bfloat16", (128, 64, 64), 1e12),
+        timing("attention/sdpa/forward", "bfloat16", (2, 4, 64, 32), 300e9),
+        timing("attention/sdpa/backward", "bfloat16", (2, 4, 64, 32), 150e9),
+        timing("elementwise/copy", "float32", (2**20,), 10e9),
     ),
 )
 
@@ -77,20 +70,10 @@ def test_products_between_the_shapes_that_were_measured() -> None:
     assert [seconds(*row.sizes) for row in MADE.timings[:2]] == [
         pytest.approx(row.seconds) for row in MADE.timings[:2]
     ]
-    assert matmul_flops(128, 64, 128) / seconds(128, 64, 128) == pytest.approx(200e9)
-    assert 100e9 < matmul_flops(4096, 4096, 4096) / seconds(4096, 4096, 4096) < 400e9
+    assert 2 * 128 * 64 * 128 / seconds(128, 64, 128) == pytest.approx(200e9)
+    assert 100e9 < 2 * 4096**3 / seconds(4096, 4096, 4096) < 400e9
     both = MADE.timings[2].seconds + MADE.timings[3].seconds
     assert seconds(128, 64, 256, backward=True) == pytest.approx(both)
-
-
-def test_the_table_has_every_operation() -> None:
-    lines = MADE.table().splitlines()
-    assert lines[0].startswith(
-        f"{processor_name()}: 2 threads, torch {torch_version()}; others slowed all by"
-    )
-    assert len(lines) == 2 + len(MADE.timings)
-    assert lines[2].split() == "matmul/forward float32 128 x 64 x 64 0.010 100.0".split()
-    assert (MADE.noise, dataclasses.replace(MADE, timings=MADE.timings[-1:]).noise) == (0, pytest.approx(1))
 
 
 # -- the file
@@ -101,7 +84,7 @@ def test_the_file_has_all(tmp_path: Path) -> None:
     save_calibration(MADE, path)
     assert load_calibration(path) == MADE and list(path.parent.iterdir()) == [path]
     path.write_text(path.read_text()[:-20])
-    with pytest.raises(ValueError, match="cannot be read"):
+    with pytest.raises(ValueError, match="cannot be used"):
         load_calibration(path)
 
 
@@ -110,9 +93,8 @@ def test_the_file_has_all(tmp_path: Path) -> None:
     [
         ({"torch_version": "1.0"}, f"measured with torch 1.0, this is {torch_version()}"),
         ({"processor": "Z80, 1 cores"}, "measured on Z80, 1 cores, this is"),
-        ({"format": 0}, "cannot be read (format is not 2)"),
-        ({"surprise": 0}, "cannot be read"),
-        ({"timings": [{"kind": "matmul"}]}, "cannot be read"),
+        ({"surprise": 0}, "cannot be used"),
+        ({"timings": [{"kind": "matmul"}]}, "cannot be used"),
     ],
 )
 def test_stale_and_broken_files_end_in_one_line(tmp_path: Path, change: dict[str, object], said: str) -> None:
@@ -187,6 +169,6 @@ def test_all_operations_are_measured(tmp_path: Path) -> None:
             assert found.attention_seconds(2, 4, 32, 16, dtype, way == "backward", "sdpa") > 0
         assert found.linear_seconds(64, 64, 128, dtype, backward=True) > 0
     assert {("elementwise/adamw", "float32"), ("blocks/sdpa", "bfloat16")} <= kinds
-    assert all(0 < row.seconds <= row.median and math.isfinite(row.rate) for row in found.timings)
+    assert all(0 < row.seconds and math.isfinite(row.rate) for row in found.timings)
     save_calibration(found, tmp_path / "calibration.json")
     assert load_calibration(tmp_path / "calibration.json") == found

@@ -20,8 +20,6 @@ from command_line import load_config, own_options, split_options
 from config import SECTIONS
 from datasets.selection import open_selection
 from errors import DataError
-from planning import preflight
-from planning.preflight import named_first
 from tests.started_jobs import ROOT
 from tests.test_house import tracked_files
 from training.config_checks import load_checked
@@ -114,8 +112,8 @@ def check_module(name: str, arguments: list[str]) -> None:
             check_module(launched.training_script, words)
         else:
             check_verb(launched.training_script, words)
-    elif name == "planning.preflight":
-        load_config(split_options(named_first(arguments), preflight.OPTIONS)[1])
+    elif name == "planning.start_checks":
+        load_config(arguments)
     elif name == "pip":
         assert arguments[-1] in (ROOT / "requirements-extras.txt").read_text(), arguments
     else:
@@ -131,7 +129,8 @@ def check_verb(script: str, arguments: list[str]) -> None:
         own, rest = OPTIONS.get(script), words
         if own:
             _, rest = split_options(words, own)
-        load_config(named_first(rest) if script == "scripts/sweep.py" else rest)
+        named = ["--job.config_file"] if script == "scripts/sweep.py" and not rest[0].startswith("-") else []
+        load_config([*named, *rest])
 
 
 def check_named(script: str, words: list[str]) -> None:

@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 from jobs.hang_report import MISMATCH, Heartbeat, format_table, last_collective
 from tests.parity import Layout, SmallRun, replicate, tp
 from tests.started_jobs import ROOT, write_config
-from tests.test_preflight import small  # noqa: F401  (a fixture)
+from tests.test_start_checks import small  # noqa: F401  (a fixture)
 from training.fingerprints import Fingerprints, ReplicasDiverged, find_difference, sum_of_bits
 
 LARGE = ["--model.dim", "128", "--model.patch_size", "[1,1]", "--training.local_batch_size", "256"]

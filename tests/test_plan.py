@@ -1,6 +1,5 @@
 """plan.py as it is called: what reaches its tables, and what it refuses in one line."""
 
-import dataclasses
 import json
 import re
 from functools import cache
@@ -11,9 +10,7 @@ import pytest
 from command_line import load_config
 from plan import job
 from planning.clusters import load_cluster
-from planning.report import groups_line, groups_of
 from planning.search import best_layouts
-from planning.step_time import StepTime
 from tests.planned import run_plan
 
 
@@ -47,7 +44,7 @@ def test_rollout_steps_reach_memory_time_and_cost():
     assert dollars[1] == pytest.approx((dollars[0] + dollars[2]) / 2, rel=1e-2)
     pushed = (*one, *four_steps, "--training.rollout_gradient_steps", "1")
     text = plan("--cluster", "a100x64", *pushed)
-    assert "rolled out over 4 steps, gradients through the last 1" in text
+    assert "rolled out over 4 steps, gradients through 1" in text
 
 
 def test_the_options_of_a_layout_replace_what_the_configuration_has():
@@ -67,12 +64,12 @@ def test_the_options_of_a_layout_replace_what_the_configuration_has():
 
 def test_nodes_and_storage_are_printed():
     """64 GPUs in nodes of 8, 5 GB/s each; two states of 17 x 1024 x 2048 float32 a sample."""
-    made, text = figures(), plan("--cluster", "a100x64", "--verbose")
+    made, text = figures(), plan("--cluster", "a100x64")
     assert made["nodes"] == 8 and "64 x a100 in 8 nodes" in text
     assert made["storage_bytes_per_second"] == 8 * 5e9
     per_sample = 2 * 17 * 1024 * 2048 * 4
     assert made["read_bytes_per_second"] == pytest.approx(made["samples_per_second"] * per_sample)
-    assert re.search(r"data to be read: [\d.]+ GB/s .*\n  network: [\d.]+ GB/s a node, of 5\.00", text)
+    assert re.search(r"data to be read: [\d.]+ GB/s a node, of 5\.00; [\d.]+ cores", text)
 
 
 @pytest.mark.parametrize(
@@ -110,34 +107,16 @@ def test_advice_keeps_the_global_batch():
 
 def test_days_and_dollars_are_ranges_of_known_runs():
     """From the fastest to the slowest, and for a machine of which no run is known, as planned."""
-    made, text = figures(), plan("--cluster", "a100x64", "--verbose")
+    made, text = figures(), plan("--cluster", "a100x64")
     planned, ends = made["cost"]["fleets"]["on demand"], made["cost_band"]
     low, high = (end["fleets"]["on demand"] for end in ends)
     band, step = made["step_seconds_band"], made["step_seconds"]
     assert low["hours"] / planned["hours"] == pytest.approx(band[0] / step, rel=0.02)
     assert high["hours"] / planned["hours"] == pytest.approx(band[1] / step, rel=0.05)  # and more is lost
     assert made["steps"] == 5697 and made["dollars_an_hour"]["on demand"] == 224.0
-    assert "the run of 5,697 steps" in text
-    (days,), (dollars,) = (re.findall(f"^  {what} .*", text, re.MULTILINE) for what in ("days", "dollars "))
-    assert f"{low['hours'] / 24:,.2f} to {high['hours'] / 24:,.2f} " in days
-    assert f"{low['dollars']:,.0f} to {high['dollars']:,.0f} " in dollars
+    assert f"{low['hours'] / 24:,.2f} to {high['hours'] / 24:,.2f} days for 5,697 steps" in text
     assert f"dollars  on demand: {low['dollars']:,.0f} to {high['dollars']:,.0f}; 1 on demand" in text
-    unknown = plan("--cluster", "cpu2", "--verbose", config="demo")
-    assert re.search(r"^  days +[\d.]+ +[\d.]+$", unknown, re.MULTILINE)
-
-
-def test_layouts_that_the_band_does_not_tell_apart_are_a_group():
-    work = job(load_config(["--job.config_file", "train_configs/vit1b.toml"]), 64)
-    cluster = load_cluster("a100x64")
-    near = best_layouts(work, cluster, 2)
-    far = [
-        dataclasses.replace(p, time=StepTime({"matmul": seconds}, {}, {}, 1))
-        for p, seconds in zip(near, (100.0, 115.0), strict=True)
-    ]
-    twice = dataclasses.replace(far[1], time=StepTime({"matmul": 200.0}, {}, {}, 1))
-    assert groups_of(near, cluster) == groups_of(far, cluster) == [1, 1]
-    assert groups_of([*far, twice], cluster) == [1, 1, 2]
-    assert "these 2 layouts" in groups_line([1, 1, 2]) and "from all others" in groups_line([1, 2])
+    assert re.search(r"^time +[\d.]+ hours for", plan("--cluster", "cpu2", config="demo"), re.MULTILINE)
 
 
 def test_an_anchor_scales_layouts_of_its_kind(tmp_path):

@@ -79,9 +79,6 @@ LAYOUTS = [
     (1, WINDOWS | {"model.attention_backend": "auto", "training.mixed_precision_param": "bfloat16"}),
     (2, WINDOWS | {"parallelism.context_parallel_degree": "2"}),
     (2, PIPELINE | {"training.rollout_steps": "[2]"}),
-    (4, PIPELINE | {"parallelism.pipeline_parallel_schedule": "Interleaved1F1B"}),
-    (2, PIPELINE | {"parallelism.pipeline_parallel_schedule": "InterleavedZeroBubble"}),
-    (2, PIPELINE | {"parallelism.pipeline_parallel_schedule": "ZBVZeroBubble", "model.num_layers": "8"}),
 ]
 
 
@@ -91,7 +88,7 @@ def test_memory_is_that_of_the_dry_run(monkeypatch, world, options):
     monkeypatch.setenv("WORLD_SIZE", str(world))
     config = configuration(**options)
     work = workload_of(config, world, GRID, 7)
-    last = work.degrees.pp == 1 or work.schedule == "ZBVZeroBubble"
+    last = work.degrees.pp == 1
     found = stage_memory(work, first=True, last=last)
     real = dry_run(config, world, global_grid(GRID), 7)
     assert 4 * shard_parameters(work, last=last) == real.parameters
@@ -147,7 +144,7 @@ def command(*options: str) -> Ended:
 def test_the_command_answers_in_tables_and_json():
     done = command("--cluster", "a100x64", "--layout", "auto")
     assert done.returncode == 0, done.stderr
-    assert "fits" in done.stdout and "1 before 2" in done.stdout and "on demand" in done.stdout
+    assert "fits" in done.stdout and "to train so" in done.stdout and "on demand" in done.stdout
     done = command("--cluster", "a100-40x4", "--json")
     assert done.returncode == 1 and json.loads(done.stdout)["fits"] is False
     done = command("--cluster", "a100-40x4")

@@ -30,14 +30,13 @@ CLASS_FIXES = {
 # Words of a cause of idle time -> what to do; the first that fits.
 GAP_FIXES = {
     "wait of": "keep the value on the device, and read it on logging steps (metrics.log_freq)",
-    "the host in": "that call of the host is slow; nothing is launched until it returns",
     "gap": "nothing of torch runs there: Python works or waits, or another process has the processor",
 }
-SEND = "accumulate with training.global_batch_size, or raise training.local_batch_size"
-GATHER = 'gather less often with parallelism.fsdp_reshard_after_forward = "never", or shard over fewer ranks '
-GATHER += "(parallelism.data_parallel_replicate_degree)"
-READ = "the training process reads them itself (data.num_workers = 0); read ahead with data.num_workers, or "
-READ += "keep all in memory with data.cache_gib"
+SEND = (
+    "accumulate with training.global_batch_size, raise training.local_batch_size, or with FSDP gather less "
+)
+SEND += 'often (parallelism.fsdp_reshard_after_forward = "never"; parallelism.data_parallel_replicate_degree)'
+READ = "read ahead with more threads or processes (data.num_workers), or keep all in memory (data.cache_gib)"
 RARELY = "do it less often: metrics.log_freq, checkpoint.interval, validation.interval"
 Loss = tuple[float, str]  # milliseconds a step that could be had, and how
 
@@ -54,13 +53,9 @@ def advice(timeline: Timeline, rates: Rates) -> str:
 
 def avoidable_parts(timeline: Timeline) -> Iterator[Loss]:
     """Yield waiting for data, exposed collectives, and logging, saving, validation."""
-    time, own = timeline.by_class, [event.name for event in timeline.trace.loop_events]
-    slow = "the loader's threads or processes are slower than the step; raise data.num_workers"
-    data = READ if any("SingleProcess" in name for name in own) else slow
-    send = GATHER if any(name.startswith("FSDP::") for name in own) else SEND
-    yield time[DATA_WAIT], f"The loop waits {time[DATA_WAIT]:.1f} ms a step for data (span {DATA}): {data}"
-    exposed = f"{time[COMMUNICATION]:.1f} ms a step of communication are exposed"
-    yield time[COMMUNICATION], f"{exposed}: {send}"
+    time = timeline.by_class
+    yield time[DATA_WAIT], f"The loop waits {time[DATA_WAIT]:.1f} ms a step for data (span {DATA}): {READ}"
+    yield time[COMMUNICATION], f"{time[COMMUNICATION]:.1f} ms a step of communication are exposed: {SEND}"
     yield time[AROUND], f"Logging, saving and validation take {time[AROUND]:.1f} ms a step: {RARELY}"
 
 

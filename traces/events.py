@@ -79,24 +79,14 @@ class Trace:
         return bool(self.kernels)
 
     @property
-    def main(self) -> Hashable:
-        """Return the thread that runs the loop."""
-        return self.steps[0].thread
-
-    @property
     def loop_events(self) -> list[Event]:
-        return self.threads[self.main]
+        return self.threads[self.steps[0].thread]
 
     @property
     def title(self) -> str:
         first, last = self.step_number(0), self.step_number(len(self.steps) - 1)
         which = f"step {first}" if first == last else f"steps {first} to {last}"
         return f"{self.path}: rank {self.rank} of {self.world_size}, {self.device}, {which}"
-
-    @property
-    def run(self) -> Path | None:
-        """Return the folder of the run that wrote it."""
-        return self.path.parent.parent if self.path.parent.name == "traces" else None
 
     def step_number(self, index: int) -> int:
         """Return the number of a recorded step: the run's, by its file's name, or else the profiler's."""
@@ -134,10 +124,8 @@ def read_trace(path: Path) -> Trace:
         events, memory = list(_events(record["traceEvents"])), _memory(record["traceEvents"])
         devices = {gpu["id"]: str(gpu["name"]) for gpu in record.get("deviceProperties") or []}
         distributed = dict(record.get("distributedInfo") or {})
-    except (OSError, EOFError, UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise DataError(f"{path}: cannot be read as a trace ({error})") from error
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise DataError(f"{path}: not a trace of torch.profiler ({error!r})") from error
+    except (OSError, EOFError, UnicodeDecodeError, KeyError, TypeError, ValueError, AttributeError) as error:
+        raise DataError(f"{path}: cannot be read as a trace of torch.profiler ({error!r})") from error
     threads: dict[Hashable, list[Event]] = defaultdict(list)
     for event in events:
         if event.kind in ("op", "span", "call"):
@@ -232,7 +220,6 @@ class Loop:
             self.parts.append(Interval(now, step.end, before))
         self.parts = [part for part in self.parts if part.end > part.start]
         self.starts = [part.start for part in self.parts]
-        self.spans = {part.name for part in self.parts if not part.name.startswith(("after ", START))}
 
     def cut(self, start: float, end: float) -> Iterator[Interval]:
         """Yield an interval cut where one part ends and another begins."""

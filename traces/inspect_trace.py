@@ -37,7 +37,9 @@ def main(argv: list[str]) -> None:
         ranks = [ranks_table(timelines)] if len(timelines) > 1 else []
         print("\n\n".join([report(first, rates), *ranks, advice(first, rates)]))
         name = trace.path.name.partition(".")[0]
-        picture = (trace.run / "plots" if trace.run else trace.path.parent) / f"trace-{name}.png"
+        folder = trace.path.parent
+        folder = folder.parent / "plots" if folder.name == "traces" else folder
+        picture = folder / f"trace-{name}.png"
         try:
             plot_breakdown(timelines[:MAX_RANKS], picture)
         except OSError as error:

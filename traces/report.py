@@ -38,8 +38,7 @@ def breakdown(timeline: Timeline, rates: Rates) -> str:
         text_table("<24 >10.2f >9 >15 >16 >12.2f >9.2f", rows),
     ]
     if rates.flops:
-        memory = f" and {si(rates.bytes, 'B/s')}" if rates.bytes else ""
-        reached = f"{si(rates.flops, 'FLOP/s')}{memory} ({rates.source})"
+        reached = f"{si(rates.flops, 'FLOP/s')} and {si(rates.bytes, 'B/s')} ({rates.source})"
         lines.append(f"\nfloors: {reached}; ?: shapes are not in the trace")
     exposed, hidden = timeline.by_class[COMMUNICATION], timeline.hidden_communication
     if exposed + hidden > SMALL * whole:
@@ -71,16 +70,11 @@ def si(value: float, unit: str) -> str:
 
 def causes(timeline: Timeline) -> str:
     """Return idle time by what the host did."""
-    least = SMALL * timeline.step_milliseconds
-    found = timeline.idle_by_cause
-    largest = {name[:51]: time for name, time in list(found.items())[:TOP] if time > least}
-    if not largest:
-        return ""
-    if (rest := sum(found.values()) - sum(largest.values())) > least:
-        largest["others"] = rest
+    largest = list(timeline.idle_by_cause.items())[:TOP]
+    rows = [(name[:51], time, percent(time, timeline)) for name, time in largest]
     nothing = "no kernel runs" if timeline.trace.on_gpu else "no operator runs"
-    rows = [(name, time, percent(time, timeline)) for name, time in largest.items()]
-    return text_table("<52 >10.2f >9", [(f"idle ({nothing}), by cause", "ms a step", "fraction"), *rows])
+    title = (f"idle ({nothing}), by cause", "ms a step", "fraction")
+    return text_table("<52 >10.2f >9", [title, *rows]) if rows else ""
 
 
 def memory_table(trace: Trace) -> str:
@@ -93,23 +87,25 @@ def memory_table(trace: Trace) -> str:
             rows.append((name, max(sizes[first - 1 : last]), sizes[last - 1] - sizes[first - 1]))
     if not rows:
         return ""
-    title = "memory, MiB" if trace.on_gpu else "memory, MiB more than when the recording began"
     table: Table = pd.DataFrame(rows, columns=["part", "peak", "change"])
     table = table.groupby("part", sort=False).agg({"peak": "max", "change": "mean"})
-    return text_table("<52 >10.1f >+12.1f", [(title, "at most", "end - start"), *table.itertuples()])
+    return text_table(
+        "<52 >10.1f >+12.1f",
+        [("memory, MiB (on a CPU, of the recording)", "at most", "end - start"), *table.itertuples()],
+    )
 
 
 def ranks_table(timelines: Sequence[Timeline]) -> str:
-    """Return milliseconds a step by class, a column a rank, and the time in collectives, hidden or not: the
-    rank with the least of it comes last, and the others wait for it.
+    """Return milliseconds a step by class, a column a rank. The rank with the least communication, exposed
+    and hidden, comes last, and the others wait for it.
     """
     first = timelines[:MAX_RANKS]
-    last = min(timelines, key=lambda timeline: timeline.collective_milliseconds).trace.rank
+    last = min(timelines, key=lambda t: t.by_class[COMMUNICATION] + t.hidden_communication).trace.rank
     rows = [
         ("ms a step", *(f"rank {t.trace.rank}" for t in first)),
         *((name, *(t.by_class[name] for t in first)) for name in CLASSES),
         ("sum", *(t.step_milliseconds for t in first)),
-        ("in collectives", *(t.collective_milliseconds for t in first)),
+        ("hidden communication", *(t.hidden_communication for t in first)),
     ]
     table = text_table("<22" + " >10.2f" * len(first), rows)
     return f"{table}\nrank {last} waits least in collectives: it comes last, the others wait for it"

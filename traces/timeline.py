@@ -82,15 +82,8 @@ class Timeline:
     @cached_property
     def hidden_communication(self) -> float:
         """Return milliseconds a step in which a collective ran at the same time as computation."""
-        return self._of_collectives([Interval(p.start, p.end) for p in self.segments if p.name in COMPUTE])
-
-    @cached_property
-    def collective_milliseconds(self) -> float:
-        """Return milliseconds a step of collectives, with the waiting for other ranks, hidden or not."""
-        return self._of_collectives(self.windows)
-
-    def _of_collectives(self, times: list[Interval]) -> float:
-        filled, _ = fill(times, collectives(self.trace))
+        computing = [Interval(p.start, p.end) for p in self.segments if p.name in COMPUTE]
+        filled, _ = fill(computing, collectives(self.trace))
         return sum(p.end - p.start for p in filled) / 1000 / len(self.windows)
 
 
@@ -149,8 +142,8 @@ def cpu_layers(trace: Trace, loop: Loop) -> Iterator[list[Segment]]:
     """Yield parts that count as a whole; operators of the main thread; of other threads; collectives."""
     yield [Segment(*p[:2], WHOLE_PARTS[p.name], p.name) for p in loop.parts if p.name in WHOLE_PARTS]
     yield operators(trace.loop_events)
-    others = [events for thread, events in trace.threads.items() if thread != trace.main]
-    elsewhere = [operators(events) for events in others if not any(map(is_gloo, events))]
+    others = (events for thread, events in trace.threads.items() if thread != trace.steps[0].thread)
+    elsewhere = (operators(events) for events in others if not any(map(is_gloo, events)))
     yield sorted(chain.from_iterable(elsewhere), key=lambda p: p.start)
     yield collectives(trace)
 
@@ -189,11 +182,10 @@ def is_gloo(event: Event) -> bool:
 # -- what does not run, and why
 
 
-def idle(part: Interval, detail: str = "") -> Segment:
-    """Return a segment in which nothing runs: Python between two operators, or a gap with its detail."""
-    if part.end - part.start < LONG:
-        return Segment(part.start, part.end, IDLE, f"Python and dispatch {placed(part.name)}")
-    return Segment(part.start, part.end, IDLE, f"gap {placed(part.name)}{detail}")
+def idle(part: Interval) -> Segment:
+    """Return a segment in which nothing runs: Python between two operators, or a gap."""
+    what = "Python and dispatch" if part.end - part.start < LONG else "gap"
+    return Segment(part.start, part.end, IDLE, f"{what} {placed(part.name)}")
 
 
 def placed(part: str) -> str:
@@ -219,26 +211,14 @@ def gpu_idle(trace: Trace, loop: Loop, free: list[Interval]) -> Iterator[Segment
                 where = placed(next(loop.cut(late[0].start, late[0].end)).name)
                 yield Segment(*part[:2], IDLE, f"wait of {call_name(late[0])} {where}")
             else:
-                yield idle(part, host_work(trace, launch, part) if part.end - part.start >= LONG else "")
+                yield idle(part)
         if end > launched:
             yield Segment(launched, end, IDLE, "launched, not yet started")
 
 
-def host_work(trace: Trace, launch: Event | None, gap: Interval) -> str:
-    """Return the operator or blocking call in which the thread that launches next was for most of a gap."""
-    thread = launch.thread if launch and launch.thread in trace.threads else trace.main
-    half = (gap.end - gap.start) / 2
-    inside = [
-        event.name
-        for event in trace.threads[thread]
-        if event.kind != "span" and min(event.end, gap.end) - max(event.start, gap.start) > half
-    ]
-    return f", the host in {inside[-1]}" if inside else ""  # the innermost
-
-
 def find_waits(trace: Trace) -> list[Event]:
     """Return the calls of the runtime in which the host waits for the GPU, by their end."""
-    calls = [e for e in trace.host_events() if e.kind == "call" and SYNCHRONISE.match(e.name)]
+    calls = (e for e in trace.host_events() if e.kind == "call" and SYNCHRONISE.match(e.name))
     return sorted(calls, key=lambda wait: wait.end)
 
 

@@ -5,13 +5,10 @@ are those of the inputs and of an output as large as the largest of them: what m
 """
 
 import math
-from ast import literal_eval
 from functools import cache
 from typing import Any, NamedTuple
 
 import pandas as pd
-import torch
-from torch.utils.flop_counter import FlopCounterMode
 
 from planning.clusters import load_cluster, machine_known_as
 from traces.classes import COMPUTE
@@ -27,7 +24,6 @@ ENOUGH = 0.9  # of a class's time must be in operators of known work for the cla
 SMALL_OUTPUT = {"aten::copy_", "aten::sum", "aten::mean", "aten::linalg_vector_norm", "aten::_foreach_norm"}
 # Operators that multiply two matrices, and the position of the first one among their inputs.
 PRODUCTS = {"mm": 0, "bmm": 0, "_scaled_mm": 0, "addmm": 1, "baddbmm": 1, "_addmm_activation": 1}
-FREQUENT = 0.01  # of a class's time: what an operator must take for its rate to count as what can be reached
 
 
 class Work(NamedTuple):
@@ -76,14 +72,6 @@ def flops_of(event: Event) -> float | None:
     if name in PRODUCTS:  # (..., M, K) and (..., K, N)
         left, right = shapes[PRODUCTS[name] : PRODUCTS[name] + 2]
         return 2.0 * math.prod(left) * right[-1]
-    if name in ("convolution", "convolution_backward"):  # as torch counts meta tensors of these shapes
-        arguments = [
-            torch.empty(shape, device="meta") if shape else literal_eval(text) if text else None
-            for shape, text in zip(shapes, event.args.get("Concrete Inputs", []), strict=True)
-        ]
-        with FlopCounterMode(display=False) as counter:
-            getattr(torch.ops.aten, name)(*arguments)
-        return float(counter.get_total_flops())
     if name.startswith(("_scaled_dot_product", "scaled_dot_product_attention")):
         # (B, N, T, E): 2 E for each pair of query and key in each of two products; backward, where the
         # output's gradient comes first, in four: dV = P^T dO, dP = dO V^T, dQ = dP K, dK = dP^T Q.
@@ -100,7 +88,7 @@ def work_of(event: Event) -> Work | None:
     try:
         flops = flops_of(event) if any(shapes) else None
         sizes = [product(s) * ITEM_BYTES.get(kind, 1) for s, kind in zip(shapes, types, strict=False) if s]
-    except (IndexError, ValueError, TypeError, SyntaxError, RuntimeError):
+    except (IndexError, ValueError, TypeError):
         return None  # not the arguments of the torch that is here
     if flops is None:
         return None
@@ -112,32 +100,22 @@ def work_of(event: Event) -> Work | None:
 
 
 def rates_of(timeline: Timeline) -> Rates:
-    """Return what large products and copies of the device reach by planning/clusters.toml.
-
-    For a device that is not listed: the best call of this trace among shapes that take a hundredth of the
-    time at least, bytes of calls without a FLOP.
-    """
-    if machine := machine_known_as(timeline.trace.device):
-        device = load_cluster(machine).device
-        return Rates(device.matmul["bf16"], device.bandwidth, f"[{machine}] of planning/clusters.toml")
-    known = operator_table(timeline).dropna().query("ms > 0")
-    rates = known[["flops", "bytes"]].div(known["ms"] / 1e3, axis=0)
-    calls, times = rates.groupby(known["call"]).max(), known.groupby("call")["ms"].sum()
-    frequent = calls[times > FREQUENT * times.sum()]
-    moved = frequent["bytes"][frequent["flops"] == 0]
-    return Rates(max(frequent["flops"], default=0.0), max(moved, default=0.0), "its best call in this trace")
+    """Return what large products and copies of the device reach by planning/clusters.toml; 0: not listed."""
+    if not (machine := machine_known_as(timeline.trace.device)):
+        return Rates(0.0, 0.0, "")
+    device = load_cluster(machine).device
+    return Rates(device.matmul["bf16"], device.bandwidth, f"[{machine}] of planning/clusters.toml")
 
 
 @cache
 def operator_table(timeline: Timeline) -> Table:
-    """Return a row an operator that computes: class, call (with shapes), milliseconds in all steps, FLOPs and
-    bytes (NaN where the trace does not have them). The index has the events.
+    """Return a row an operator that computes: class, milliseconds in all steps, FLOPs and bytes
+    (NaN where the trace does not have them). The index has the events.
     """
     segments = timeline.table[[bool(e) and e.kind == "op" for e in timeline.table["operator"]]]
     table = segments.groupby("operator", sort=False).agg({"name": "last", "ms": "sum"})
     work = [work_of(event) or Work(math.nan, math.nan) for event in table.index]
     table = table.rename(columns={"name": "class"})
-    table["call"] = [f"{event.name} {dims(event)}" for event in table.index]
     table[["flops", "bytes"]] = pd.DataFrame(work, index=table.index, columns=["flops", "bytes"], dtype=float)
     return table
 
@@ -149,13 +127,10 @@ def work_by_class(timeline: Timeline, rates: Rates) -> dict[str, ClassWork]:
         rows, time = known[known["class"] == name], timeline.by_class[name]
         total, floor = Work(*(rows[["flops", "bytes"]].sum() / steps)), None
         milliseconds = rows["ms"].sum() / steps
-        if milliseconds >= ENOUGH * time > 0 and (rates.flops if total.flops else rates.bytes):
+        if milliseconds >= ENOUGH * time > 0 and rates.flops:
             # A cache may have what a multiplication reads: bytes are a floor only where nothing is computed.
-            computing, moving = (
-                rows[what] / rate if rate else 0.0 * rows[what]
-                for what, rate in (("flops", rates.flops), ("bytes", rates.bytes))
-            )
+            computing, moving = rows["flops"] / rates.flops, rows["bytes"] / rates.bytes
             least = computing.where(rows["flops"] > 0, moving).sum() * 1e3 / steps
-            floor = min(least, time)  # rare calls may be faster than the best frequent one
+            floor = min(least, time)  # a device may be faster than its listed rates
         result[name] = ClassWork(total, time, milliseconds, floor)
     return result

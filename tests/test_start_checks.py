@@ -1,0 +1,110 @@
+"""planning/start_checks.py names what is wrong and its fix: real disks and stores, made small."""
+
+import re
+import subprocess
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from command_line import load_config
+from config import Config
+from errors import ConfigError, DataError
+from planning.start_checks import check_disk, main, memory_warning, open_checked, plan_here
+from tests.started_jobs import write_config
+
+
+@pytest.fixture(autouse=True)
+def one_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("NGPU", "NNODES", "WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+
+
+def options_in(folder: Path, *options: str) -> list[str]:
+    """The tiny job, in a run's folder that does not exist yet."""
+    file = folder / "tiny.toml"
+    argv = ["--job.config_file", str(file if file.exists() else write_config(folder))]
+    return [*argv, "--job.dump_folder", str(folder / "run"), *options]
+
+
+def config_in(folder: Path, *options: str) -> Config:
+    return load_config(options_in(folder, *options))
+
+
+@pytest.fixture
+def small(tmp_path: Path) -> Iterator[Path]:
+    """A file system of one MiB. Skips where none may be mounted."""
+    folder = tmp_path / "small"
+    folder.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=1m", "small", str(folder)]
+    if subprocess.run(mount, capture_output=True, check=False).returncode:
+        pytest.skip("a small disk is a mounted tmpfs: not permitted here")
+    yield folder
+    subprocess.run(["umount", str(folder)], check=True)
+
+
+def test_a_sound_machine_passes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    main(options_in(tmp_path))
+    assert capsys.readouterr() == ("", "")
+    assert not (tmp_path / "run").exists()  # it leaves nothing
+
+
+def unreadable(folder: Path) -> None:
+    for file in next(folder.glob("*.zarr")).rglob(".z*"):
+        file.write_text("{")
+
+
+def nothing(folder: Path) -> None:
+    return
+
+
+@pytest.mark.parametrize(
+    ("spoil", "options", "found"),
+    [
+        (nothing, ["--job.dump_folder", "/proc/run"], "job.dump_folder = '/proc/run'"),
+        (nothing, ["--data.path", "/nowhere/era5.zarr"], "/nowhere/era5.zarr"),
+        (unreadable, [], "wb.zarr"),
+    ],
+    ids=["folder", "path", "store"],
+)
+def test_a_fault_is_named(
+    spoil: Callable[[Path], None], options: list[str], found: str, tmp_path: Path
+) -> None:
+    config = config_in(tmp_path, *options)
+    spoil(tmp_path)
+    with pytest.raises((ConfigError, DataError), match=re.escape(found)):
+        open_checked(config)
+
+
+def test_a_full_disk_is_named(small: Path, tmp_path: Path) -> None:
+    """Three checkpoints of 85 kB fit into a MiB, 21 do not, and into a full one none at all."""
+    options = ["--job.dump_folder", str(small / "run"), "--training.steps=1000", "--checkpoint.interval=10"]
+
+    def check(keep: str) -> None:
+        config = config_in(tmp_path, *options, "--checkpoint.keep_latest_k", keep)
+        found = plan_here(config, open_checked(config), 1)
+        assert found
+        check_disk(config, found[0])
+
+    check("2")
+    with pytest.raises(ConfigError, match="GiB of checkpoints are to come"):
+        check("20")
+    (small / "others").write_bytes(bytes(2**20 - 2**14))
+    with pytest.raises(ConfigError, match="0.000 free; make room"):
+        check("2")
+
+
+def test_a_model_that_does_not_fit_names_what_would(tmp_path: Path) -> None:
+    """On 4 GiB, 96 blocks of width 1,024 with their moments: 1.2 billion parameters x 16 bytes."""
+    size = ("--model.dim=1024", "--model.num_layers=96", "--model.num_heads=16")
+    config = config_in(tmp_path, *size, "--training.global_batch_size=16")
+    found = plan_here(config, open_checked(config), 1)
+    assert found
+    made, cluster = found
+    warning = memory_warning(config, made, replace(cluster, device=replace(cluster.device, memory=2**32)))
+    assert (
+        re.match(r"1\d\.\d+ GiB a rank are planned, and there are \d\.", warning) and "8 devices" in warning
+    )
+    enough = replace(cluster, device=replace(cluster.device, memory=2**36))
+    assert memory_warning(config, made, enough) == ""
