@@ -446,9 +446,6 @@ class Validation:
         "Write plots of loss, errors and maps to plots/ after the last step, and to TensorBoard, "
         "W&B or MLflow at every validation.",
     )
-    plot_variables: tuple[str, ...] = option(
-        (), 'Variables of maps and of the plots of evaluate.py: ["geopotential:500", "wind_vector"].'
-    )
     early_stop_patience: Count = option(
         0, "End the run after this many validations without a better checkpoint.keep_best. 0: never."
     )

@@ -67,7 +67,7 @@ def compare(coords: dict[str, np.ndarray], members: int, folder: Path) -> list[d
     opened = open_forecast(write(forecast, folder / "forecast.zarr"))
     archive = open_archive(write(truth, folder / "truth.zarr"))
     clim = open_climatology(write(means, folder / "climatology.zarr"))
-    ours = evaluate(opened, archive, clim, regions=list(REGIONS), detailed_hours=[24])
+    ours = evaluate(opened, archive, clim, regions=list(REGIONS), detailed_lead=24)
     wide = [dataset.astype("f8") for dataset in (forecast, truth, means)]
     rows = weatherbench2_scores(ours, wide[0], wide[1], wide[2], members)
     rows += weatherbench_x_scores(ours, wide[0], wide[1], wide[2], members)

@@ -45,7 +45,7 @@ def opened(folder: Path, name: str = "forecast") -> tuple[Any, Archive, Any]:
 
 
 def test_scores_have_weatherbench2s_form(folder: Path) -> None:
-    found = evaluate(*opened(folder), regions=["global", "tropics"], detailed_hours=[24])
+    found = evaluate(*opened(folder), regions=["global", "tropics"], detailed_lead=24)
     names = ["geopotential", "u_component_of_wind", "v_component_of_wind", "2m_temperature", WIND]
     assert set(found.scores.data_vars) == set(names)
     assert found.scores["geopotential"].dims == ("metric", "region", "lead_time", "level")
@@ -73,7 +73,7 @@ def test_units_of_a_variable_that_only_the_data_know(folder: Path) -> None:
         stored["leaf_wetness"].attrs["units"] = "mm"
         write(stored, folder / f"wet_{name}.zarr")
     forecast = open_forecast(str(folder / "wet_forecast.zarr"))
-    found = evaluate(forecast, open_archive(str(folder / "wet_truth.zarr")), detailed_hours=[24])
+    found = evaluate(forecast, open_archive(str(folder / "wet_truth.zarr")), detailed_lead=24)
     assert found.bias is not None
     assert [each["leaf_wetness"].attrs["units"] for each in (found.scores, found.by_date, found.bias)] == [
         "mm"
@@ -98,7 +98,7 @@ def test_ensembles_score_their_mean_and_their_spread(folder: Path) -> None:
     ensemble, truth, means = opened(folder, "ensemble")
     stored = xr.open_zarr(folder / "ensemble.zarr", decode_timedelta=True).load().drop_encoding()
     write(stored.astype("f8").mean("number"), folder / "mean.zarr")
-    found = evaluate(ensemble, truth, means, detailed_hours=[6]).scores
+    found = evaluate(ensemble, truth, means, detailed_lead=6).scores
     single = evaluate(open_forecast(str(folder / "mean.zarr")), truth, means).scores
     xr.testing.assert_allclose(found.sel(metric=single.metric), single, rtol=1e-5)
     more = ["crps", "spread", "spread_skill_ratio", "unbiased_spread_skill_ratio"]
@@ -161,10 +161,10 @@ def test_what_is_not_there_is_said_in_one_line(folder: Path) -> None:
 
 
 def test_details(folder: Path) -> None:
-    """Bias at every cell, spectra, ranks of the truth."""
+    """Bias at every cell, and spectra."""
     forecast, truth, _ = opened(folder, "ensemble")
-    found = evaluate(forecast, truth, detailed_hours=[24])
-    assert found.bias is not None and found.spectra is not None and found.ranks is not None
+    found = evaluate(forecast, truth, detailed_lead=24)
+    assert found.bias is not None and found.spectra is not None
     assert found.bias.num_dates.values.tolist() == [7]
     stored = xr.open_zarr(folder / "ensemble.zarr", decode_timedelta=True).load().astype("f8")
     analysed = xr.open_zarr(folder / "truth.zarr").load().astype("f8")
@@ -173,9 +173,6 @@ def test_details(folder: Path) -> None:
     bias = found.bias["2m_temperature"].isel(lead_time=0).sel(latitude=error.latitude)
     np.testing.assert_allclose(bias, error["2m_temperature"].mean("time"), atol=1e-12)
     assert found.spectra.geopotential.dims == ("lead_time", "level", "latitude", "zonal_wavenumber", "source")
-    assert found.ranks.geopotential.dims == ("lead_time", "level", "rank")
-    np.testing.assert_allclose(found.ranks.geopotential.sum("rank"), 1, rtol=1e-14)
-    assert found.ranks.sizes["rank"] == 5
 
 
 def test_other_grids_are_regridded_to_the_coarser_one(folder: Path) -> None:
@@ -240,7 +237,7 @@ def test_forecasts_are_compared_on_the_cells_that_all_have(folder: Path, tmp_pat
 
 
 def evaluate_on_ranks(folder: Path) -> Evaluation:
-    return evaluate(*opened(folder), regions=["global", "europe"], detailed_hours=[6])
+    return evaluate(*opened(folder), regions=["global", "europe"], detailed_lead=6)
 
 
 @pytest.mark.parametrize("world", [2, 4])

@@ -113,7 +113,9 @@ def test_memory_of_a_batch_is_used_again_when_nothing_refers_to_it(dataset):
     places = set()
     for fields, _ in ThreadedLoader(dataset, 20 * BATCHES[:4], 2, 2, pin=False):
         places.add(fields.data_ptr())
-    assert len(places) <= 2 + 3 + 2  # read ahead; in use, given before, and begun; one that a thread just filled
+    assert (
+        len(places) <= 2 + 3 + 2
+    )  # read ahead; in use, given before, and begun; one that a thread just filled
 
 
 def test_a_state_of_several_samples_is_decoded_once(dataset, monkeypatch):

@@ -7,7 +7,6 @@ from command_line import load_config
 from config import Config, Profiling, Training, Validation, wall_time_seconds
 from datasets.channels import Channels
 from datasets.options import check_data, parse_period
-from datasets.variables import named_by, nearest_name
 from errors import nearest, refuse
 from models.registry import check_model
 from parallelisms.degrees import check_layout
@@ -38,7 +37,6 @@ def check(config: Config) -> None:
     check_layout(config)
     _check_validation(config.validation, config.data.step_hours)
     _check_profiling(config.profiling)
-    _check_plots(config)
     _check_best(config)
     _check_forecast(config)
 
@@ -49,15 +47,6 @@ def _check_profiling(profiling: Profiling) -> None:
     if profiling.enable_profiling and freq <= steps:
         reason = f"a trace of {steps} steps needs one more before it; set it to {steps + 1} or more"
         refuse("profiling.profile_freq", freq, reason)
-
-
-def _check_plots(config: Config) -> None:
-    """Wind vectors are no variables, but there are scores of them."""
-    there = Channels.of(config.data).predicted
-    for name in config.validation.plot_variables:
-        if not name.partition(":")[0].endswith("wind_vector") and not named_by([name], there):
-            reason = f"not among data.variables{nearest_name(name, there)}; name one of them"
-            refuse("validation.plot_variables", name, reason)
 
 
 def _check_training(config: Config) -> None:

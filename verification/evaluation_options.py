@@ -11,7 +11,6 @@ from datasets.remote import Access
 from errors import ConfigError
 from verification.forecast_layouts import StoredForecast, open_forecast
 from verification.matching import ForecastFields
-from verification.report import Gate
 from verification.scores import REGIONS, regions_on
 from verification.stores import NOT_COMPUTED
 
@@ -20,16 +19,13 @@ BASELINES = ("persistence", "damped_persistence", "climatology")
 
 
 def check_options(options: Namespace) -> None:
-    """Replace the texts of lists and gates by lists and `Gate`s. Raises ConfigError."""
-    options.gates = [Gate.parse(text) for text in options.gate]
+    """Replace the texts of lists by lists. Raises ConfigError."""
     for key, valid in (("baselines", BASELINES), ("regions", (*REGIONS, "all"))):
         names = [name for name in dict.fromkeys(getattr(options, key).split(",")) if name]
         setattr(options, key, names)
         for name in names:
             if name not in valid:
                 raise ConfigError(f"--{key} {name!r}: there are {', '.join(valid)}")
-    if not options.regions:
-        raise ConfigError(f"--regions '': name one of {', '.join(REGIONS)}, or all")
 
 
 def open_forecasts(
@@ -70,7 +66,7 @@ def common_variables(forecasts: Mapping[str, ForecastFields], truth: Archive, wa
 
 
 def choose_regions(wanted: Sequence[str], grid: Grid) -> list[str]:
-    """Return the regions that have a point on the grid, the globe first: tables and plots are of the first.
+    """Return the regions that have a point on the grid, the globe first: tables are of the first.
 
     Logs the others. Raises ConfigError for none.
     """

@@ -24,8 +24,6 @@ class StoredForecast(NamedFields):
     is the worst of the members' in a store that forecast.py writes.
     """
 
-    caveat = ""
-
     def __init__(
         self,
         path: str,

@@ -32,8 +32,8 @@ from verification.stores import (
     STATUS,
     STATUS_FLAGS,
     all_levels,
-    attributes_of,
     consolidate,
+    create_array,
     create_store,
 )
 
@@ -68,19 +68,14 @@ class ForecastStore:
 
     def create(self, about: dict[str, Any]) -> None:
         """Make the store, or go on with the one that is there. Raises ConfigError if that is another one."""
-        if self.is_written:
+        if self.is_written or self.path.exists():
             self._check_same(about)
-            shutil.rmtree(self.path, ignore_errors=True)  # of a run that was killed after it wrote the file
-        elif self.path.exists():
-            self._check_same(about)
-            try:
-                consolidate(self.path)  # it may be damaged
-            except (OSError, ValueError, KeyError, TypeError, ExceptionGroup):  # zarr's, of many files
-                raise self._error("metadata of an array is damaged") from None
-            for leftover in self.path.glob("*/**/*.partial"):  # zarr's, of a run that was killed
-                leftover.unlink()
         else:
             self._create(about)
+        if self.is_written:
+            shutil.rmtree(self.path, ignore_errors=True)  # of a run that was killed after it wrote the file
+        for leftover in self.path.glob("*/**/*.partial"):  # zarr's, of a run that was killed
+            leftover.unlink()
 
     def _create(self, about: dict[str, Any]) -> None:
         unfinished = self.path.with_name(self.path.name + ".incomplete")
@@ -92,17 +87,9 @@ class ForecastStore:
         axes |= {"number": np.arange(index.num_members)} if index.num_members > 1 else {}
         chunks, content = dict.fromkeys(axes, 1), {ATTRIBUTE: json.dumps(about)}
         create_store(unfinished, index.variables, index.grid, axes, chunks, content, index.units)
-        zarr.create_array(
-            str(unfinished),
-            name=STATUS,
-            shape=tuple(map(len, axes.values())),
-            chunks=(1, len(leads), *[1] * (len(axes) - 2)),
-            dtype="int8",
-            fill_value=NOT_COMPUTED,
-            zarr_format=3,
-            dimension_names=list(axes),
-            attributes=STATUS_FLAGS,
-        )
+        sizes = {name: len(axis) for name, axis in axes.items()}
+        chunks["prediction_timedelta"] = len(leads)
+        create_array(unfinished, STATUS, sizes, chunks, "int8", NOT_COMPUTED, STATUS_FLAGS)
         consolidate(unfinished)
         os.replace(unfinished, self.path)
 
@@ -111,27 +98,23 @@ class ForecastStore:
         """True if the NetCDF file is there, and so every forecast is finished."""
         return self.is_netcdf and self.target.exists()
 
-    def _attributes(self) -> Mapping[str, Any]:
-        if not self.is_written:
-            return attributes_of(self.path)
-        with xr.open_dataset(self.target, engine="h5netcdf", decode_cf=False) as forecasts:
-            return forecasts.attrs
+    def _open(self) -> xr.Dataset:
+        """Open what is stored. Raises ConfigError if it cannot be opened."""
+        try:
+            if self.is_written:
+                return xr.open_dataset(self.target, engine="h5netcdf", decode_cf=False)
+            return xr.open_zarr(self.path, chunks=None, consolidated=False, decode_cf=False)
+        except (OSError, ValueError, KeyError, TypeError, ExceptionGroup):  # zarr's, of many files
+            raise self._error("is there and no forecast of ours, or damaged") from None
 
     def _check_same(self, about: dict[str, Any]) -> None:
         """Raise ConfigError unless every byte of the store would be the same."""
-        reason = "is there and no forecast of ours"
-        try:
-            stored = json.loads(self._attributes()[ATTRIBUTE])
-            ours = json.loads(json.dumps(about))
-            # A store of an earlier version may lack a key.
-            other = next((key for key in ours if stored.get(key, ours[key]) != ours[key]), None)
-            if other is None:
-                return
-            there, here = f"{stored.get(other)!s:.60}", f"{ours[other]!s:.60}"
-            reason = f"contains another forecast: {other} is {there} there and {here} here"
-        except (OSError, ValueError, KeyError, TypeError):
-            pass
-        raise self._error(reason)
+        with self._open() as forecasts:
+            stored = json.loads(forecasts.attrs.get(ATTRIBUTE, "{}"))
+        for key, value in json.loads(json.dumps(about)).items():
+            if stored.get(key) != value:
+                there, here = f"{stored.get(key)!s:.60}", f"{value!s:.60}"
+                raise self._error(f"contains another forecast: {key} is {there} there and {here} here")
 
     def _error(self, reason: str) -> ConfigError:
         fix = "remove it, or name another forecast.path"
@@ -141,14 +124,10 @@ class ForecastStore:
 
     def status(self) -> np.ndarray:
         """Return the status (n, L, M) of each date, lead and member. Raises ConfigError if there is none."""
-        try:
-            if self.is_written:
-                with xr.open_dataset(self.target, engine="h5netcdf", decode_cf=False) as forecasts:
-                    found = forecasts[STATUS].values
-            else:
-                found = np.asarray(self._array(STATUS)[...])
-        except (OSError, ValueError, KeyError, TypeError):
-            raise self._error(f"its {STATUS} cannot be read") from None
+        with self._open() as forecasts:
+            if STATUS not in forecasts:
+                raise self._error(f"it has no {STATUS}")
+            found = forecasts[STATUS].values
         return found.reshape(len(self.index.dates), len(self.index.leads), self.index.num_members)
 
     def finish(self, date: int, member: int, status: np.ndarray) -> None:

@@ -10,12 +10,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 from matplotlib.axes import Axes
-from matplotlib.ticker import MaxNLocator
 
 from datasets.grid import Grid, latitude_bounds, longitude_bounds
 
 COASTLINES = Path(__file__).with_name("coastlines.csv")
-STEPS = [1, 1.5, 2, 3, 6, 10]  # of ticks: 15, 20, 30, 60 degrees
 MAX_COLUMNS = 720  # of cells: a panel has fewer pixels, and nine of 1024 x 2048 take 1.1 GiB
 OUTLIERS = 0.1  # per cent at either end that the range of colours may leave out
 
@@ -40,12 +38,7 @@ def draw_map(
     east, north = longitude_bounds(grid.longitude), latitude_bounds(grid.latitude)
     axes.set(xlim=(east[0], east[-1]), ylim=(north[-1], north[0]))
     axes.set_title(title, fontsize=9)
-    axes.tick_params(labelsize=7)
-    axes.xaxis.set_major_locator(MaxNLocator(nbins=7, steps=STEPS))
-    axes.yaxis.set_major_locator(MaxNLocator(nbins=6, steps=STEPS))
-    axes.xaxis.set_major_formatter(lambda x, _: degrees_east(x))
-    axes.yaxis.set_major_formatter(lambda x, _: degrees_north(x))
-    axes.figure.colorbar(mesh, ax=axes, shrink=0.9, pad=0.01).ax.tick_params(labelsize=7)
+    axes.figure.colorbar(mesh, ax=axes, shrink=0.9, pad=0.01)
 
 
 def thin(grid: Grid, field: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -54,38 +47,19 @@ def thin(grid: Grid, field: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndar
     return grid.longitude[::every], grid.latitude[::every], field[::every, ::every]
 
 
-def degrees_north(latitude: float) -> str:
-    """Return "20°S" for -20."""
-    return f"{abs(latitude):g}°{'S' if latitude < 0 else 'N' if latitude > 0 else ''}"
-
-
-def degrees_east(longitude: float) -> str:
-    """Return "60°W" for -60 and for 300."""
-    turned = (longitude + 180) % 360 - 180
-    side = "" if turned in (0, -180) else "W" if turned < 0 else "E"
-    return f"{abs(turned):g}°{side}"
-
-
 @cache
 def coastlines() -> np.ndarray:
     """Return points (n, 2) in degrees east, -180 to 180, and north; NaN between lines."""
     return np.genfromtxt(COASTLINES, delimiter=",", skip_header=3)
 
 
-def field_colors(*fields: np.ndarray) -> dict[str, Any]:
-    """Return one range of colours for fields that are compared, with 0 in the middle for winds."""
+def color_range(*fields: np.ndarray, signed: bool = False) -> dict[str, Any]:
+    """Return one range of colours for fields that are compared, with 0 in the middle if they are `signed`, as
+    errors are, or have both signs, as winds have.
+    """
     values = np.concatenate([field[np.isfinite(field)] for field in fields])
-    if not len(values):
-        return {"cmap": "viridis"}
-    low, high = np.percentile(values, [OUTLIERS, 100 - OUTLIERS])
+    low, high = np.percentile(values, [OUTLIERS, 100 - OUTLIERS]) if len(values) else (-1.0, 1.0)
     bound = max(-low, high)
-    if min(-low, high) > 0.1 * bound:
-        return {"vmin": -bound, "vmax": bound, "cmap": "RdBu_r"}
+    if signed or min(-low, high) > 0.1 * bound:
+        return {"vmin": -(bound or 1.0), "vmax": bound or 1.0, "cmap": "RdBu_r"}
     return {"vmin": low, "vmax": high, "cmap": "viridis"}
-
-
-def error_colors(error: np.ndarray) -> dict[str, Any]:
-    """Return a range of colours with 0 in the middle, and an end that a few outliers do not move."""
-    finite = np.abs(error[np.isfinite(error)])
-    bound = float(np.percentile(finite, 99.5)) if len(finite) else 0.0
-    return {"vmin": -(bound or 1.0), "vmax": bound or 1.0, "cmap": "PuOr_r"}

@@ -53,21 +53,14 @@ def by_variable(
 def combine(parts: Mapping[str, xr.Dataset]) -> xr.Dataset:
     """Return scores by forecast with a dimension `forecast` first, NaN (no dates) where one has less.
 
-    Coordinates `num_dates` (forecast, lead_time), and `power` (metric) of the variable's units.
+    Coordinate `num_dates` (forecast, lead_time).
     """
     index = xr.DataArray(list(parts), dims="forecast", name="forecast")
     datasets = [part.reset_coords("num_dates") for part in parts.values()]
     joined: Any = {"join": "outer", "combine_attrs": "override", "compat": "override"}
     # Forecasts of surface variables alone have no level.
     whole = xr.concat(datasets, dim=index, data_vars="all", coords="minimal", **joined)
-    whole["num_dates"] = whole["num_dates"].fillna(0).astype(int)
-    power = [power_of_units(metric) for metric in whole["metric"].values]
-    return whole.set_coords("num_dates").assign_coords(power=("metric", power))
-
-
-def power_of_units(metric: str) -> int:
-    """Return the power to which a metric has its variable's units: "rmse" 1, "mse" 2, "acc" 0."""
-    return 0 if metric in PURE else 2 if metric in SQUARES else 1
+    return whole.assign_coords(num_dates=whole["num_dates"].fillna(0).astype(int))
 
 
 def lead_hours(scores: xr.Dataset) -> list[int]:
@@ -105,8 +98,8 @@ def select(scores: xr.Dataset, metric: str, variable: str) -> xr.DataArray:
 
 def units_of(scores: xr.Dataset, variable: str, metric: str = "") -> str:
     """Return the units of a variable, or of a metric of it: K, K2 of the mse; "" of a pure number."""
-    own, power = str(scores[split_name(variable)[0]].attrs.get("units", "")), power_of_units(metric)
-    return own if power == 1 else squared(own) if power == 2 else ""
+    own = str(scores[split_name(variable)[0]].attrs.get("units", ""))
+    return "" if metric in PURE else squared(own) if metric in SQUARES else own
 
 
 def squared(units: str) -> str:

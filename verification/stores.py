@@ -63,28 +63,37 @@ def create_store(
     empty.to_zarr(path, mode="w", zarr_format=3, consolidated=False)
     for name, own in group_levels(variables).items():
         known = {"standard_name": STANDARD_NAMES[name]} if name in STANDARD_NAMES else {}
+        about = {"units": units(name) or given.get(name, ""), **known}
         dims = [*axes, *["level"] * (None not in own), "latitude", "longitude"]
-        zarr.create_array(
-            str(path),
-            name=name,
-            shape=tuple(empty.sizes[dim] for dim in dims),
-            chunks=tuple(chunks.get(dim, empty.sizes[dim]) for dim in dims),
-            dtype="float32",
-            compressors=COMPRESSOR,
-            fill_value=np.nan,
-            zarr_format=3,
-            dimension_names=dims,
-            attributes={"units": units(name) or given.get(name, ""), **known},
-        )
+        create_array(path, name, {dim: empty.sizes[dim] for dim in dims}, chunks, "float32", np.nan, about)
     consolidate(path)
+
+
+def create_array(
+    path: str | Path,
+    name: str,
+    sizes: Mapping[str, int],
+    chunks: Mapping[str, int],
+    dtype: str,
+    fill_value: float,
+    attributes: Mapping[str, Any],
+) -> None:
+    """Create an array of fill values in a store. sizes: of its dimensions; chunks: as in `create_store`."""
+    zarr.create_array(
+        str(path),
+        name=name,
+        shape=tuple(sizes.values()),
+        chunks=tuple(chunks.get(dim, size) for dim, size in sizes.items()),
+        dtype=dtype,
+        compressors=COMPRESSOR,
+        fill_value=fill_value,
+        zarr_format=3,
+        dimension_names=list(sizes),
+        attributes=dict(attributes),
+    )
 
 
 def consolidate(path: str | Path) -> None:
     """Copy the metadata of all arrays to the group's: programs then open a store without listing it."""
     with warnings.catch_warnings(action="ignore"):  # of folders that are no arrays, and of Zarr 3 as a whole
         zarr.consolidate_metadata(str(path), zarr_format=3)
-
-
-def attributes_of(path: str | Path) -> dict[str, Any]:
-    """Return the attributes of a store. Raises OSError, ValueError, KeyError or TypeError."""
-    return dict(zarr.open_group(str(path), mode="r", use_consolidated=False).attrs)

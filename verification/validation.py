@@ -180,7 +180,7 @@ class Validation:
         units = {name: self.dataset.archive.units(name) for name in self.variables}
         found: dict[str, xr.Dataset] = {}
         for name, tally in tallies.items():
-            tally.reduce()
+            dist.all_reduce(tally.table)
             scores = tally.results(dates, leads, ["global"], units).scores
             found[name] = scores.drop_vars(WIND_VECTORS, errors="ignore")
         self.known |= {name: scores for name, scores in found.items() if name != "model"}
