@@ -12,7 +12,7 @@
                         climatology, which the ACC needs too, is computed only where it stands here
 --regions LIST          "global,tropics,europe", or all that the grid has cells of (default: global)
 --against NAME          what the scorecard compares the first forecast with (default: the second, a baseline)
---output FOLDER         scores, maps, spectra as files; plots (default: evaluation/ in the run's folder)
+--output FOLDER         scores and spectra as files; plots (default: evaluation/ in the run's folder)
 
 Configuration keys say which data, period and variables. Exit codes: 0, 2 bad input.
 """
@@ -75,7 +75,7 @@ from verification.climatology import (
     open_climatology,
     stored_fingerprint,
 )
-from verification.evaluation import Evaluation, evaluate_together
+from verification.evaluation import Evaluation, evaluate_together, write_scores
 from verification.evaluation_options import (
     check_options,
     choose_regions,
@@ -83,12 +83,10 @@ from verification.evaluation_options import (
     open_forecasts,
     scorecard_reference,
 )
-from verification.maps import Land
 from verification.matching import ForecastFields
 from verification.plots import describe, plot_evaluation
-from verification.report import table, write_scores
 from verification.rollout import Forecast
-from verification.score_tables import lead_hours, select, variable_names
+from verification.score_tables import lead_hours, select, table, variable_names
 from verification.scorecard import build_scorecard, write_scorecard
 
 logger = logging.getLogger("rossby")
@@ -255,7 +253,7 @@ def common_cells(scores: Mapping[str, xr.Dataset]) -> str:
 def print_scores(evaluations: dict[str, Evaluation], target: Path) -> None:
     """Print the tables of RMSE and of ACC, where there is a climatology."""
     scores = {name: evaluation.scores for name, evaluation in evaluations.items()}
-    print(table(scores, "rmse", describe(evaluations)))
+    print(table(scores, "rmse", describe(next(iter(evaluations.values())))))
     if "acc" in next(iter(scores.values()))["metric"]:
         print("\n" + table(scores, "acc", "anomaly correlation (WeatherBench2's)"))
     print(f"\n{common_cells(scores)}\n\nwritten to {target}")
@@ -301,7 +299,7 @@ def run(config: Config, options: Namespace) -> None:
             dates=times,
             grid=grid,
             regions=regions,
-            detailed_lead=int(scored[-1] // hour) if len(scored) else None,
+            spectra_lead=int(scored[-1] // hour) if len(scored) else None,
             boundary_width=width,
             device=device,
             progress=bar.update,
@@ -318,9 +316,7 @@ def run(config: Config, options: Namespace) -> None:
                 if options.against:
                     raise
                 logger.warning("no scorecard: %s", error)
-        mask = selection.land()
-        land = None if mask is None else Land(selection.archive.grid, mask)
-        plot_evaluation(evaluations, target, land)
+        plot_evaluation(evaluations, target)
         print_scores(evaluations, target)
 
     from_first_rank(report)

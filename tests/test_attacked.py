@@ -21,7 +21,7 @@ from tests.sample_archives import analyses, weatherbench
 from tests.started_jobs import write_config
 from training.config_checks import load_checked
 from verification.climatology import open_climatology
-from verification.forecast_writer import ForecastStore, StoreIndex
+from verification.stores import ForecastStore, StoreIndex
 
 
 @pytest.mark.parametrize("format", [2, 3])

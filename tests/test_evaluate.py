@@ -63,14 +63,9 @@ def test_everything_is_written(run, truth):
     assert code == 0, said
     assert "gpm" in said and "m2 s-2" in said and "damped persistence" in said
     files = {path.name for path in out.iterdir()}
-    assert {"scores.nc", "scores_by_date.nc", "scores.csv", "scorecard.csv"} <= files
-    assert {
-        "spectra_model.nc",
-        "spectra_persistence.nc",
-        "bias_model.nc",
-        "bias_damped_persistence.nc",
-    } <= files
-    plots = {"scorecard.png", "rmse.png", "acc.png", "spectra.png", "bias.png"}
+    assert {"scores.nc", "scores_by_date.nc", "scores.csv", "scorecard.csv", "scorecard.html"} <= files
+    assert {"spectra_model.nc", "spectra_damped_persistence.nc"} <= files
+    plots = {"rmse.png", "acc.png", "spectra.png"}
     assert plots <= files and all((out / name).stat().st_size > 5000 for name in plots)
     with xr.open_dataset(out / "scores.nc") as scores:
         assert set(scores["geopotential"].dims) == {"forecast", "metric", "region", "lead_time", "level"}
@@ -107,8 +102,8 @@ def test_leads_beyond_the_truth_have_no_dates_and_persistence_needs_no_climatolo
     assert rows(out, "persistence") and not rows(out, "model", "acc")
     with xr.open_dataset(out / "scores.nc") as scores:
         assert scores["num_dates"].sel(forecast="model").values.tolist() == [10, 10, 10, 0]
-    with xr.open_dataset(out / "bias_model.nc") as bias:
-        assert np.isfinite(bias["2m_temperature"]).all() and bias["num_dates"].values.tolist() == [10]
+    with xr.open_dataset(out / "spectra_model.nc") as spectra:
+        assert np.isfinite(spectra["2m_temperature"]).all() and spectra["num_dates"].values.tolist() == [10]
 
 
 def test_without_all_hours_of_the_day_there_is_no_acc(run, truth):
@@ -186,7 +181,7 @@ def test_a_killed_evaluation_continues(run, monkeypatch):
     assert code == 0 and {*dates} == {6, 7, 8, 9}, said
     for name in ("scores.nc", "scores_by_date.nc"):
         xr.testing.assert_identical(xr.open_dataset(out / name), xr.open_dataset(run.folder / "whole" / name))
-    for name in ("spectra_model.nc", "bias_persistence.nc"):
+    for name in ("spectra_model.nc", "spectra_persistence.nc"):
         xr.testing.assert_allclose(xr.open_dataset(out / name), xr.open_dataset(run.folder / "whole" / name))
     assert not (run.folder / "killed/evaluation/unfinished").exists()
 

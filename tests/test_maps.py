@@ -9,8 +9,7 @@ import numpy as np
 import pytest
 
 from datasets.grid import Grid, global_grid
-from verification.maps import (
-    Land,
+from verification.plots import (
     coastlines,
     color_range,
     draw_map,
@@ -37,7 +36,7 @@ def lines_inside(axes) -> int:
 @pytest.mark.parametrize("grid", [EUROPE, global_grid((12, 24))], ids=["region", "globe"])
 def test_every_map_has_coastlines_and_keeps_its_limits(grid: Grid) -> None:
     figure, axes = plt.subplots()
-    draw_map(axes, grid, np.zeros(grid.shape), "")
+    draw_map(axes, grid, np.zeros(grid.shape), "", None)
     assert lines_inside(axes) > 100
     half = (grid.longitude[1] - grid.longitude[0]) / 2
     assert axes.get_xlim() == pytest.approx((grid.longitude[0] - half, grid.longitude[-1] + half))
@@ -50,7 +49,7 @@ def test_the_datas_own_land_takes_the_place_of_coastlines() -> None:
     mask = np.zeros(grid.shape)
     mask[4:8, 4:8] = 1
     figure, axes = plt.subplots()
-    draw_map(axes, grid, np.zeros(grid.shape), "", Land(grid, mask))
+    draw_map(axes, grid, np.zeros(grid.shape), "", mask)
     assert not axes.lines and len(axes.collections) == 2  # the field and the contour
     plt.close(figure)
 
@@ -68,7 +67,7 @@ def test_a_fine_grid_is_drawn_as_fine_as_a_panel_shows() -> None:
     """Nine maps of 1024 x 2048 cells took 1.1 GiB and 6 s; so thinned 0.14 GiB and 1.3 s."""
     grid = global_grid((1024, 2048))
     figure, axes = plt.subplots()
-    draw_map(axes, grid, np.broadcast_to(grid.longitude, grid.shape), "")
+    draw_map(axes, grid, np.broadcast_to(grid.longitude, grid.shape), "", None)
     (mesh,) = [each for each in axes.collections if each.get_array() is not None]
     values = np.asarray(mesh.get_array()).reshape(-1)
     assert values.size == 342 * 683 and values.max() == grid.longitude[::3][-1]

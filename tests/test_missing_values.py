@@ -21,7 +21,7 @@ from verification.climatology import open_climatology
 from verification.evaluation import evaluate
 from verification.evaluation_options import choose_regions, open_forecasts
 from verification.forecast_layouts import StoredForecast, open_forecast
-from verification.report import table
+from verification.score_tables import table
 from verification.scorecard import build_scorecard
 from verification.stores import COMPUTED, DIVERGED, NO_ANALYSIS
 
@@ -145,8 +145,8 @@ def test_spectra_leave_out_rows_with_missing_values(opened, tmp_path: Path, trut
     lacking = truth.copy(deep=True)
     lacking["2m_temperature"][5, 2, 3] = np.nan
     archive = open_archive(write(lacking, tmp_path / "lacking.zarr"))
-    whole = evaluate(*opened, detailed_lead=24).spectra
-    found = evaluate(opened[0], archive, detailed_lead=24).spectra
+    whole = evaluate(*opened, spectra_lead=24).spectra
+    found = evaluate(opened[0], archive, spectra_lead=24).spectra
     assert found is not None and whole is not None and found.sizes["lead_time"] == 1
     assert np.isfinite(found["2m_temperature"]).all()
     same = found.latitude != truth.latitude.values[2]

@@ -5,7 +5,7 @@ import pytest
 import torch
 import xarray as xr
 
-from verification.details import (
+from verification.spectra import (
     EARTH_RADIUS,
     circumference,
     mean_over_latitudes,

@@ -191,9 +191,9 @@ def _check_forecast(config: Config) -> None:
         reason = "data.boundary_width needs the data of later dates; set it to false"
         refuse("forecast.persist_forcings", True, reason)
     parse_period("forecast.period", forecast.period)
-    if -1 < forecast.perturbation < 0:
-        reason = "name 0 or more, or -1 for what is customary"
-        refuse("forecast.perturbation", forecast.perturbation, reason)
+    if forecast.num_members > 1 and not config.model.noise_dim:
+        reason = "members of a model without noise are all the same; set it to 1"
+        refuse("forecast.num_members", forecast.num_members, reason)
     if forecast.interval_hours and not (
         forecast.period or config.data.validation_period or config.data.test_period
     ):

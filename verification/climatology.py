@@ -62,30 +62,33 @@ def covers_a_year(times: np.ndarray) -> bool:
 
 
 def compute_climatology(
-    archive: Archive,
-    variables: Sequence[str],
-    dates: np.ndarray,
-    path: str,
-    fingerprint: str = "",
+    archive: Archive, variables: Sequence[str], dates: np.ndarray, path: str, fingerprint: str = ""
 ) -> None:
     """Compute the climatology of `dates` (positions in archive.times) into a Zarr store at `path`.
 
     `hour` are those of the dates. Missing values count in no mean. fingerprint: of what it is computed from;
     with one, a store that was begun is completed. Called by all ranks together, which share the work.
     """
-    target, hours = Path(path), np.unique(pd.DatetimeIndex(archive.times[dates]).hour).tolist()
-    by_day = covers_a_year(archive.times[dates])
+    times, marks = archive.times[dates], Path(path, DONE)
+    hours, by_day = np.unique(pd.DatetimeIndex(times).hour).tolist(), covers_a_year(times)
     rank, ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
-    is_begun = (target / DONE).is_dir() and fingerprint and stored_fingerprint(target) == fingerprint
+    is_begun = marks.is_dir() and fingerprint and stored_fingerprint(Path(path)) == fingerprint
     if rank == 0 and not is_begun:
-        create_climatology(archive, variables, dates, hours, path, fingerprint, by_day)
+        axes = {"hour": np.asarray(hours)} | ({"dayofyear": np.arange(1, DAYS + 1)} if by_day else {})
+        some_days = max(1, CHUNK_BYTES // (4 * archive.grid.shape[0] * archive.grid.shape[1]))
+        chunks = {"hour": 1, "dayofyear": min(DAYS, some_days), "level": 1}
+        recipe = f"WeatherBench2, triangular window of {WINDOW} days" if by_day else "mean by hour of day"
+        period = f"{len(times)} dates, {str(times[0])[:16]} to {str(times[-1])[:16]}"
+        attributes = {"period": period, "recipe": recipe, FINGERPRINT: fingerprint}
+        own_units = {name: archive.units(name) for name in variables}
+        create_store(path, variables, archive.grid, axes, chunks, attributes, own_units)
+        marks.mkdir()
     if ranks > 1:
         dist.barrier()
-    done = {(hour, name) for hour in hours for name in variables if mark_of(target, hour, name).exists()}
     smooth = smoothing() if by_day else np.ones((1, DAYS))
     store, levels = zarr.open_group(path, mode="r+"), all_levels(variables)
     for some_hours, some in groups(hours, variables, archive.grid, ranks)[rank::ranks]:
-        pairs = [(h, v) for h, v in product(some_hours, some) if (h, v) not in done]
+        pairs = [(h, v) for h, v in product(some_hours, some) if not (marks / f"{h}-{v}").exists()]
         if not pairs:
             continue
         total, count = day_sums(archive, some, dates, some_hours, by_day)
@@ -100,38 +103,11 @@ def compute_climatology(
             at: list[Any] = [hours.index(hour), *[slice(None)] * by_day]
             at += [] if level is None else [levels.index(level)]
             array[tuple(at)] = mean
-            mark_of(target, hour, variable).touch()
+            (marks / f"{hour}-{variable}").touch()
     if ranks > 1:
         dist.barrier()
     if rank == 0:
-        shutil.rmtree(target / DONE)
-
-
-def create_climatology(
-    archive: Archive,
-    variables: Sequence[str],
-    dates: np.ndarray,
-    hours: Sequence[int],
-    path: str,
-    fingerprint: str,
-    by_day: bool,
-) -> None:
-    """Create a store without values, and at last the folder of marks in it."""
-    times = archive.times[dates]
-    axes = {"hour": np.asarray(hours)} | ({"dayofyear": np.arange(1, DAYS + 1)} if by_day else {})
-    some_days = max(1, CHUNK_BYTES // (4 * archive.grid.shape[0] * archive.grid.shape[1]))
-    chunks = {"hour": 1, "dayofyear": min(DAYS, some_days), "level": 1}
-    recipe = f"WeatherBench2, triangular window of {WINDOW} days" if by_day else "mean by hour of day"
-    period = f"{len(times)} dates, {str(times[0])[:16]} to {str(times[-1])[:16]}"
-    attributes = {"period": period, "recipe": recipe, FINGERPRINT: fingerprint}
-    own_units = {name: archive.units(name) for name in variables}
-    create_store(path, variables, archive.grid, axes, chunks, attributes, own_units)
-    (Path(path) / DONE).mkdir()
-
-
-def mark_of(path: Path, hour: int, variable: str) -> Path:
-    """Return the file that exists when an hour of a variable is written."""
-    return path / DONE / f"{hour}-{variable}"
+        shutil.rmtree(marks)
 
 
 def groups(

@@ -12,14 +12,16 @@ and number of ranks.
   truth in which every forecast has a value, and which is scored.
 - `by_date`: the same dims with `time` (the initial date) first: the statistics of each date that confidence
   intervals need, for the first of the regions. NaN where there is no truth.
-- `bias`, `spectra` at the lead with details, or None: see details.py.
+- `spectra` at one lead, if they are asked for and the grid goes round the globe: see spectra.py.
 """
 
 import logging
+import re
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import reduce
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -34,9 +36,8 @@ from errors import DataError
 from jobs.saved_parts import SavedParts
 from parallelisms.mesh import from_first_rank
 from verification.climatology import Climatology
-from verification.details import Details
 from verification.matching import ForecastFields, Matcher, Pair
-from verification.score_tables import by_variable
+from verification.score_tables import by_variable, combine, write_csv
 from verification.scores import (
     DERIVED,
     RegionMeans,
@@ -47,6 +48,7 @@ from verification.scores import (
     statistic_names,
     wind_pairs,
 )
+from verification.spectra import Spectra
 
 logger = logging.getLogger("rossby")
 
@@ -57,7 +59,6 @@ class Evaluation:
 
     scores: xr.Dataset
     by_date: xr.Dataset
-    bias: xr.Dataset | None = None
     spectra: xr.Dataset | None = None
 
 
@@ -75,11 +76,11 @@ class Tally:
         shape: tuple[int, int],
         means: RegionMeans,
         with_climatology: bool = False,
-        details: Details | None = None,
+        spectra: Spectra | None = None,
     ) -> None:
         """shape: numbers of dates and leads."""
         self.variables, self.num_members = list(variables), num_members
-        self.means, self.details = means, details
+        self.means, self.spectra = means, spectra
         self.statistics = statistic_names(with_climatology, num_members)
         stored = [name for name in self.statistics if name not in DERIVED]
         size = (len(stored) + 2, *shape, len(self.variables), len(means.weight))
@@ -101,7 +102,7 @@ class Tally:
         """Return all that is counted, which is added over ranks and attempts. Each date is counted by one of
         them: the table is bit-exact on any number.
         """
-        return {"table": self.table, **(self.details.sums if self.details else {})}
+        return {"table": self.table, **(self.spectra.sums if self.spectra else {})}
 
     def results(
         self, dates: np.ndarray, leads: np.ndarray, regions: list[str], units: Mapping[str, str]
@@ -130,7 +131,7 @@ class Tally:
         coords["region"] = regions[:1]
         dims = ("time", "metric", "region", "lead_time", "variable")
         by_date = by_variable(each.permute(1, 0, 4, 2, 3).cpu().numpy(), dims, names, coords, units)
-        return Evaluation(scores, by_date, *(self.details.results(leads) if self.details else ()))
+        return Evaluation(scores, by_date, self.spectra.result(leads) if self.spectra else None)
 
 
 def evaluate(
@@ -150,7 +151,7 @@ def evaluate_together(
     dates: np.ndarray | None = None,
     grid: Grid | None = None,
     regions: Sequence[str] = ("global",),
-    detailed_lead: int | None = None,
+    spectra_lead: int | None = None,
     boundary_width: int = 0,
     device: torch.device | str = "cpu",
     progress: Callable[[int], object] = lambda dates: None,
@@ -160,10 +161,10 @@ def evaluate_together(
     leads that all of them have; what is not given is all that the first has.
 
     A forecast may lack variables, and leads of `lead_hours`: it has no scores there. variables: names with
-    levels; dates: initial dates (datetime64). detailed_lead: in hours, gets a map and spectra.
+    levels; dates: initial dates (datetime64). spectra_lead: in hours.
     boundary_width: cells from each side that are not scored. progress is called with the number of dates just
     finished. saved: where what is counted is written now and then, to continue after a kill. Each rank scores
-    a part of the dates, and all ranks return the same result, that of one rank bit-exact (maps and spectra:
+    a part of the dates, and all ranks return the same result, that of one rank bit-exact (spectra:
     to rounding). Raises ConfigError for an unknown region, DataError if no date has a truth.
     """
     first, hour = next(iter(forecasts.values())), np.timedelta64(3600, "s")
@@ -176,12 +177,12 @@ def evaluate_together(
     matcher = Matcher(forecasts, truth, climatology, names, times, leads, grid, device, boundary_width)
     means, tallies = RegionMeans(grid, regions, device), {}
     for name, source in matcher.sources.items():
-        own, details = source.variables, None
-        if detailed_lead is not None:
-            row = (leads // hour).tolist().index(detailed_lead)
-            details = Details(row, own, grid, device, matcher.units)
+        own, spectra = source.variables, None
+        if spectra_lead is not None and grid.periodic:
+            row = (leads // hour).tolist().index(spectra_lead)
+            spectra = Spectra(row, own, grid, device, matcher.units)
         shape, members = (len(times), len(leads)), source.fields.num_members
-        tallies[name] = Tally(own, members, shape, means, climatology is not None, details)
+        tallies[name] = Tally(own, members, shape, means, climatology is not None, spectra)
     score_pairs(matcher, tallies, progress, saved)
     if not any(tally.table[-1].any() for tally in tallies.values()):
         when = times[0] + leads[0] if len(times) and len(leads) else "any date"
@@ -222,10 +223,10 @@ def score_pairs(
             tasks = [(pair, slice(v, v + some)) for pair in pairs for v in range(0, len(pair.rows), some)]
             list(threads.map(lambda task: tallies[task[0].name].add(*task), tasks))
             for pair in pairs:
-                if details := tallies[pair.name].details:
-                    details.add(pair)
+                if spectra := tallies[pair.name].spectra:
+                    spectra.add(pair)
             scored += finished
-            if saved and finished:  # else the sums of details have a part of a block
+            if saved and finished:  # else the sums of spectra have a part of a block
                 saved.write_if_due(counted)
             progress(ranks * len(finished))
     torch.set_num_threads(num_threads)  # for threads that start later
@@ -248,3 +249,16 @@ def dates_before(saved: SavedParts, earlier: list[dict[str, Any]]) -> list[int]:
     if dates:
         logger.info(f"evaluation: {len(dates)} dates are scored already")
     return dates
+
+
+def write_scores(evaluations: Mapping[str, Evaluation], folder: Path) -> None:
+    """Write scores and those by date, and spectra: a NetCDF a forecast."""
+    scores = combine({name: evaluation.scores for name, evaluation in evaluations.items()})
+    scores.to_netcdf(folder / "scores.nc", engine="h5netcdf")
+    write_csv(scores, folder / "scores.csv")
+    by_date = combine({name: evaluation.by_date for name, evaluation in evaluations.items()})
+    by_date.to_netcdf(folder / "scores_by_date.nc", engine="h5netcdf")
+    for name, evaluation in evaluations.items():
+        if evaluation.spectra is not None:
+            plain = re.sub(r"[^\w.+-]", "_", name)
+            evaluation.spectra.to_netcdf(folder / f"spectra_{plain}.nc", engine="h5netcdf")

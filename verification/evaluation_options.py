@@ -34,14 +34,13 @@ def open_forecasts(
     """Return the forecasts by name. Raises ConfigError if a path does not exist or a name occurs twice."""
     found: dict[str, StoredForecast] = {}
     for text in texts or [f"model={folder / 'forecast.zarr'}"]:
-        name, equals, path = text.rpartition("=")
-        name = name if equals else Path(path).name.removesuffix(".zarr").removesuffix(".nc")
+        name, _, path = text.rpartition("=")
+        name = name or Path(path).name.removesuffix(".zarr").removesuffix(".nc")
         if "://" not in path and not Path(path).exists():
             raise ConfigError(f"--forecast {path!r}: is not there; run forecast.py, or name another")
-        if name.replace(" ", "_") in BASELINES:
-            raise ConfigError(f"--forecast {name!r}: the name of a baseline; give it another, NAME=PATH")
-        if name in found:
-            raise ConfigError(f"--forecast {name!r}: named twice; give one of them another name, NAME=PATH")
+        if name.replace(" ", "_") in (*BASELINES, *found):
+            reason = "the name of a baseline, or named twice; give it another, NAME=PATH"
+            raise ConfigError(f"--forecast {name!r}: {reason}")
         stored = found[name] = open_forecast(path, picks, access)
         if stored.status is not None and (left := int((stored.status == NOT_COMPUTED).any(1).sum())):
             reason = f"the forecasts from {left} of its {len(stored.times)} initial dates are not finished"

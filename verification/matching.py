@@ -21,7 +21,7 @@ from datasets.grid import Grid
 from datasets.normalization import boundary_cells
 from datasets.plausibility import refuse_fills
 from datasets.regrid import Regridder
-from datasets.variables import UnitConversion, find_conversion, split_name
+from datasets.variables import UnitConversion, find_conversion, group_levels
 from errors import DataError
 from verification.climatology import Climatology
 from verification.stores import COMPUTED, DIVERGED, NOT_COMPUTED
@@ -123,7 +123,10 @@ class Matcher:
         # How many dates and leads of every forecast are little enough to be read together.
         sizes = [max(1, f.num_members) * field_bytes(f.grid, len(variables)) for f in forecasts.values()]
         self.limit = BLOCK_BYTES // max(sizes)
-        self.groups = [list(variables)] if self.limit else list(group_by_name(variables))
+        self.groups = [list(variables)]
+        if not self.limit:  # one array of a date has the levels of a variable
+            by_name = group_levels(variables).values()
+            self.groups = [[variables[row] for row in rows.values()] for rows in by_name]
         self.sources = {name: Source(f, dates, leads, self.groups) for name, f in forecasts.items()}
         self.units = {name: truth.units(name) for name in variables}
         self.regrid = {name: self._regridder(forecast) for name, forecast in forecasts.items()}
@@ -136,32 +139,28 @@ class Matcher:
         """Return the function from a date and the number of a group to the analysis (V, H, W), None without
         one. num_cached: how many are kept for later dates.
         """
-        names = [name for group in self.groups for name in group]
+        regrid, times = self._regridder(truth), truth.times
         limit = BLOCK_BYTES // field_bytes(truth.grid, max(map(len, self.groups)))
-        size, times = max(1, min(truth.time_chunk(names), limit)), truth.times
-        regrid = self._regridder(truth)
+        size = max(1, min(truth.time_chunk(sum(self.groups, [])), limit))
 
         @lru_cache(len(self.groups) * max(1, num_cached // size))
         def read(chunk: int, group: int) -> Tensor:
-            start, stop, names = chunk * size, min((chunk + 1) * size, len(times)), self.groups[group]
-            fields = truth.read_block(start, stop, names)
-            for field, time in zip(fields, times[start:stop], strict=True):
+            start, names = chunk * size, self.groups[group]
+            fields = truth.read_block(start, min(start + size, len(times)), names)
+            for field, time in zip(fields, times[start:], strict=False):
                 refuse_fills(field, names, time, truth.path)
             return regrid(fields)
 
         def find(time: np.datetime64, group: int) -> Tensor | None:
             i = int(np.searchsorted(times, time))
-            is_there = i < len(times) and times[i] == time
-            return read(i // size, group)[i % size] if is_there else None
+            return read(i // size, group)[i % size] if time in times[i : i + 1] else None
 
         return find
 
     def _climatology_finder(
         self, climatology: Climatology, num_cached: int
     ) -> Callable[[np.datetime64, int], Tensor]:
-        """Return the function from a date and the number of a group to the climatology (V, H, W), NaN for
-        what it lacks.
-        """
+        """Return the same function for a climatology, NaN for what it lacks."""
         regrid = self._regridder(climatology)
 
         @lru_cache(len(self.groups) * num_cached)
@@ -170,7 +169,7 @@ class Matcher:
             found = torch.full((len(names), *self.grid.shape), torch.nan, device=self.device)
             own = [name for name in names if name in climatology.variables]
             if own and climatology.has(time):
-                found[[names.index(name) for name in own]] = regrid(climatology.field(time, own))
+                found[list(map(names.index, own))] = regrid(climatology.field(time, own))
             return found
 
         return find
@@ -220,18 +219,17 @@ class Matcher:
 
     def _load(self, dates: list[int], leads: list[int], group: int) -> list[Pair]:
         read = {name: s.read(dates, leads, s.parts[group]) for name, s in self.sources.items()}
-        pairs = []
-        for at in product(dates, leads):
-            fields = {name: blocks[at] for name, blocks in read.items() if at in blocks}
-            pairs += self._match(*at, group, fields)
-        return pairs
+        return [pair for at in product(dates, leads) for pair in self._match(*at, group, read)]
 
-    def _match(self, date: int, lead: int, group: int, fields: dict[str, np.ndarray]) -> list[Pair]:
+    def _match(
+        self, date: int, lead: int, group: int, read: Mapping[str, dict[tuple[int, int], np.ndarray]]
+    ) -> list[Pair]:
         """Return the pairs of all forecasts at a date and lead; none without a truth, or where a forecast is
         not computed yet.
         """
         start, valid_time = self.dates[date], self.dates[date] + self.leads[lead]
         truth = self.find_truth(valid_time, group)
+        fields = {name: blocks[date, lead] for name, blocks in read.items() if (date, lead) in blocks}
         status = {name: self.sources[name].status(date, lead) for name in fields}
         if truth is None or NOT_COMPUTED in status.values():
             return []
@@ -259,13 +257,6 @@ class Matcher:
 def field_bytes(grid: Grid, variables: int) -> int:
     """Return the bytes of a field of so many variables in float32."""
     return 4 * variables * grid.shape[0] * grid.shape[1]
-
-
-def group_by_name(variables: Sequence[str]) -> Iterator[list[str]]:
-    """Yield variables in groups that differ in their level alone: one array has them."""
-    names = {name: split_name(name)[0] for name in variables}
-    for _, group in groupby(sorted(variables, key=names.__getitem__), key=names.__getitem__):
-        yield list(group)
 
 
 def mask_missing(truth: Tensor, fields: Tensor, rows: Sequence[int]) -> Tensor:

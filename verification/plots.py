@@ -1,6 +1,11 @@
-"""Plots of a run and of an evaluation: losses, scores against lead time, spectra, maps."""
+"""Plots of a run and of an evaluation: losses, scores against lead time, spectra, maps.
+
+Coastlines are the outline of the data's own land-sea mask, which may be of another planet, or else Natural
+Earth's (coastlines.csv, public domain). Shapes: H latitudes, W longitudes.
+"""
 
 from collections.abc import Mapping, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -15,14 +20,12 @@ import xarray as xr
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from datasets.grid import Grid
+from datasets.grid import Grid, latitude_bounds, longitude_bounds
 from datasets.variables import short_label
 from jobs.journal import read_records
-from verification.details import mean_over_latitudes
 from verification.evaluation import Evaluation
-from verification.maps import Land, color_range, draw_map
-from verification.report import DAY
 from verification.score_tables import (
+    DAY,
     combine,
     describe_dates,
     lead_hours,
@@ -31,6 +34,7 @@ from verification.score_tables import (
     units_of,
     variable_names,
 )
+from verification.spectra import mean_over_latitudes
 from verification.validation import Example, Scores
 
 # Variables that are drawn first; others follow.
@@ -45,6 +49,9 @@ HEADLINE = (
     "specific_humidity:700",
 )
 MAX_MAPS = 4
+COASTLINES = Path(__file__).with_name("coastlines.csv")
+MAX_COLUMNS = 720  # of cells: a panel has fewer pixels, and nine of 1024 x 2048 take 1.1 GiB
+OUTLIERS = 0.1  # per cent at either end that the range of colours may leave out
 TITLES = {"rmse": "Root-mean-square error", "acc": "Anomaly correlation"}
 
 
@@ -124,7 +131,7 @@ def plot_run(
     dates = describe_dates(scores.num_dates, scores.lead_hours)
     title = f"{TITLES['rmse']}, validation period: {dates}"
     plot_by_lead(scores.by_forecast, "rmse", scores.variables, title, files["rmse"])
-    plot_maps(example, scores, grid, None if land is None else Land(grid, land), files["maps"])
+    plot_maps(example, scores, grid, land, files["maps"])
     return files
 
 
@@ -140,7 +147,7 @@ def draw_losses(axes: Axes, records: Sequence[dict[str, Any]]) -> None:
     axes.legend()
 
 
-def plot_maps(example: Example, scores: Scores, grid: Grid, land: Land | None, target: Path) -> None:
+def plot_maps(example: Example, scores: Scores, grid: Grid, land: np.ndarray | None, target: Path) -> None:
     """Draw truth, forecast and error of the first variables, from one initial date."""
     (date, fields), hours = example, scores.lead_hours[0]
     valid = str(date + np.timedelta64(hours, "h"))[:16]
@@ -158,41 +165,70 @@ def plot_maps(example: Example, scores: Scores, grid: Grid, land: Land | None, t
     save(figure, target)
 
 
+def draw_map(
+    axes: Axes, grid: Grid, field: np.ndarray, title: str, land: np.ndarray | None, **colors: Any
+) -> None:
+    """Draw a field (H, W) on its grid, in degrees, with coastlines and a colour bar."""
+    mesh = axes.pcolormesh(*thin(grid, field), shading="nearest", rasterized=True, **colors)
+    if land is not None:
+        axes.contour(*thin(grid, land), levels=[0.5], colors="k", linewidths=0.6)
+    else:
+        for shift in (-360, 0, 360):  # for maps that go on east or west of 180
+            axes.plot(coastlines()[:, 0] + shift, coastlines()[:, 1], color="k", linewidth=0.6)
+    east, north = longitude_bounds(grid.longitude), latitude_bounds(grid.latitude)
+    axes.set(xlim=(east[0], east[-1]), ylim=(north[-1], north[0]))
+    axes.set_title(title, fontsize=9)
+    axes.figure.colorbar(mesh, ax=axes, shrink=0.9, pad=0.01)
+
+
+def thin(grid: Grid, field: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Return longitudes, latitudes and values of every n-th cell: a mean would hide noise."""
+    every = -(-field.shape[1] // MAX_COLUMNS)
+    return grid.longitude[::every], grid.latitude[::every], field[::every, ::every]
+
+
+@cache
+def coastlines() -> np.ndarray:
+    """Return points (n, 2) in degrees east, -180 to 180, and north; NaN between lines."""
+    return np.genfromtxt(COASTLINES, delimiter=",", skip_header=3)
+
+
+def color_range(*fields: np.ndarray, signed: bool = False) -> dict[str, Any]:
+    """Return one range of colours for fields that are compared, with 0 in the middle if they are `signed`, as
+    errors are, or have both signs, as winds have.
+    """
+    values = np.concatenate([field[np.isfinite(field)] for field in fields])
+    low, high = np.percentile(values, [OUTLIERS, 100 - OUTLIERS]) if len(values) else (-1.0, 1.0)
+    bound = max(-low, high)
+    if signed or min(-low, high) > 0.1 * bound:
+        return {"vmin": -(bound or 1.0), "vmax": bound or 1.0, "cmap": "RdBu_r"}
+    return {"vmin": low, "vmax": high, "cmap": "viridis"}
+
+
 # -- of an evaluation
 
 
-def plot_evaluation(evaluations: Mapping[str, Evaluation], folder: Path, land: Land | None) -> None:
-    """Write the plots of an evaluation into a folder; of the bias only the first forecast's."""
+def plot_evaluation(evaluations: Mapping[str, Evaluation], folder: Path) -> None:
+    """Write the plots of an evaluation into a folder."""
     scores = {name: evaluation.scores for name, evaluation in evaluations.items()}
-    name, first = next(iter(evaluations.items()))
+    first = next(iter(evaluations.values()))
     for metric, title in TITLES.items():
         if metric in first.scores["metric"]:
             every = variable_names(first.scores)
             names = [each for each in every if np.isfinite(select(first.scores, metric, each)).any()]
             if names:
-                whole = f"{title}, {describe(evaluations)}"
+                whole = f"{title}, {describe(first)}"
                 plot_by_lead(scores, metric, headline(names), whole, folder / f"{metric}.png")
     if spectra := {name: each.spectra for name, each in evaluations.items() if each.spectra is not None}:
         plot_spectra(spectra, folder / "spectra.png")
-    plot_bias(name, first, folder / "bias.png", land)
 
 
-def describe(evaluations: Mapping[str, Evaluation]) -> str:
-    """Return the period and number of dates by lead, for titles; of other forecasts if they differ."""
-    name, first = next(iter(evaluations.items()))
-    times = first.by_date["time"].values
-    dates = {
-        name: describe_dates(each.scores["num_dates"].values.tolist(), lead_hours(each.scores))
-        for name, each in evaluations.items()
-    }
-    differing = [f"; {other}: {each}" for other, each in dates.items() if each != dates[name]]
-    where = "" if (region := first.by_date["region"].item(0)) == "global" else f"{region}: "
-    return f"{where}{dates[name]}, {str(times[0])[:10]} to {str(times[-1])[:10]}{''.join(differing)}"
-
-
-def describe_lead(details: xr.Dataset) -> str:
-    """Return the lead of maps or spectra and its number of initial dates, for titles."""
-    return f"at {lead_hours(details)[-1]} h, {int(details['num_dates'][-1])} initial dates"
+def describe(evaluation: Evaluation) -> str:
+    """Return the region, period and number of dates by lead, for titles."""
+    times, scores = evaluation.by_date["time"].values, evaluation.scores
+    dates = describe_dates(scores["num_dates"].values.tolist(), lead_hours(scores))
+    region = evaluation.by_date["region"].item(0)
+    return f"{region}: {dates}, {str(times[0])[:10]} to {str(times[-1])[:10]}"
 
 
 def plot_spectra(spectra: Mapping[str, xr.Dataset], target: Path) -> None:
@@ -211,21 +247,7 @@ def plot_spectra(spectra: Mapping[str, xr.Dataset], target: Path) -> None:
         mean = xr.concat(means, pd.Index(list(own), name="forecast")).isel(frequency=slice(1, None))
         mean = mean.where(mean > 0).assign_coords({"wavelength (km)": 1e-3 / mean["frequency"]})
         lines[name] = mean.swap_dims(frequency="wavelength (km)")
-    title, units = f"Zonal energy {describe_lead(first)}", [units_of(first, name) for name in lines]
+    dates, units = int(first["num_dates"][-1]), [units_of(first, name) for name in lines]
+    title = f"Zonal energy at {lead_hours(first)[-1]} h, {dates} initial dates"
     look = {"xscale": "log", "yscale": "log", "xincrease": False}
     plot_lines(lines, units, title, target, "wavelength (km)", **look)
-
-
-def plot_bias(name: str, evaluation: Evaluation, target: Path, land: Land | None) -> None:
-    """Draw maps of forecast - truth, mean over the dates, at the lead with details."""
-    assert evaluation.bias is not None
-    bias = evaluation.bias
-    names = headline(variable_names(bias), 6)
-    grid = Grid(bias["latitude"].values, bias["longitude"].values)
-    title = f"Bias of {name} (forecast - truth) {describe_lead(bias)}"
-    figure, panels = build_panels(len(names), title, columns=min(2, len(names)), size=(7, 3))
-    for axes, variable in zip(panels, names, strict=True):
-        field = one_variable(bias, variable).isel(lead_time=-1).values
-        label = label_with(variable, units_of(bias, variable))
-        draw_map(axes, grid, field, label, land, **color_range(field, signed=True))
-    save(figure, target)

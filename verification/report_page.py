@@ -4,8 +4,8 @@
 
 --output FILE    (default: report.html in the run's folder)
 
-Scores, starts and configuration, with the plots of train.py and evaluate.py that the folder has. Exit codes:
-0, 2 bad input.
+The plots of train.py and evaluate.py that the folder has, starts and configuration. Exit codes: 0, 2 bad
+input.
 """
 
 import base64
@@ -25,17 +25,6 @@ OPTIONS = own_options(output="")
 PLOTS = ("plots/*.png", "evaluation/*.png")
 
 
-def tabulate_scores(folder: Path) -> str:
-    """Return the RMSE of evaluate.py as HTML, a column a forecast; "" if the run has not been evaluated."""
-    path = folder / "evaluation/scores.csv"
-    if not path.exists():
-        return ""
-    scores = pd.read_csv(path, dtype={"level": str}).query("metric == 'rmse'").fillna("")
-    rows = ["region", "variable", "level", "units", "lead_hours"]
-    table = scores.pivot_table("value", rows, "forecast", "first", sort=False)
-    return table.to_html(na_rep="", float_format="{:.4g}".format)
-
-
 def write_page(folder: Path, output: Path) -> None:
     """Raise DataError if the folder is no run's, nothing was logged, or the page cannot be written."""
     config, records = folder / "config.toml", read_records(folder / "metrics.jsonl")
@@ -48,7 +37,6 @@ def write_page(folder: Path, output: Path) -> None:
         written=datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
         steps=max(record["step"] for record in records),
         starts=pd.DataFrame(read_records(folder / "starts.jsonl")).to_html(index=False),
-        scores=tabulate_scores(folder),
         pictures=[(path.stem, base64.b64encode(path.read_bytes()).decode()) for path in pictures],
         config=config.read_text(),
     )

@@ -1,29 +1,23 @@
 """One forecast against another: relative difference of RMSE by variable, level and lead.
 
-Blue is better. A dot: the 95 % interval of a bootstrap over initial dates excludes 0. Both forecasts are
+Significant: the 95 % interval of a bootstrap over initial dates excludes 0. Both forecasts are
 scored on the same dates, and dates are drawn for both together (paired): what a hard day adds to both cancels
 in the difference. Blocks of consecutive dates are drawn, because consecutive dates are alike and single ones
 would give intervals that are too narrow (Kuensch 1989, moving blocks). Shapes: n dates; N resamples.
 """
 
-import logging
 import math
 from collections.abc import Mapping
 from pathlib import Path
 
-import matplotlib.pyplot as plt
 import numpy as np
 import pandas as pd
 import xarray as xr
 
-from datasets.variables import short_label
 from errors import DataError
 from verification.evaluation import Evaluation
-from verification.plots import save
-from verification.report import shown_leads
 from verification.score_tables import lead_hours, one_variable, variable_names
 
-logger = logging.getLogger(__name__)
 BOUND = 50.0  # per cent, where colours end
 BLOCK_DAYS = 5  # weather remembers about so long
 MIN_BLOCKS = 6  # from fewer the interval of a bootstrap is too narrow
@@ -96,36 +90,15 @@ def bootstrap(first: np.ndarray, second: np.ndarray, block_length: int) -> np.nd
     return np.stack([difference[..., 0], *limits], axis=-1)
 
 
-def plot_scorecard(card: pd.DataFrame, target: Path) -> None:
-    """Draw variables as rows, leads as columns, per cent as colours; as numbers where leads are labelled."""
-    table = card.replace(np.inf, np.nan).pivot(index="variable", columns="lead_hours")
-    table = table.loc[card["variable"].unique()]
-    percent, leads = table["percent"], table["percent"].columns.to_numpy()
-    ticks = np.flatnonzero(np.isin(leads, shown_leads(leads.astype("timedelta64[h]")).astype(int)))
-    size = (max(6.0, 0.28 * len(leads) + 2.6), 0.36 * len(percent) + 2.0)
-    figure, axes = plt.subplots(figsize=size, layout="constrained")
-    mesh = axes.imshow(percent, cmap="RdBu_r", vmin=-BOUND, vmax=BOUND, aspect="auto")
-    for (row, column), value in np.ndenumerate(percent.to_numpy()):
-        if np.isfinite(value):
-            text = f"{value:.0f}" * (column in ticks) + "•" * bool(table["significant"].iat[row, column])
-            color = "w" if abs(value) > 0.7 * BOUND else "k"
-            axes.text(column, row, text, ha="center", va="center", fontsize=7, color=color)
-    dates = table["num_dates"].max()
-    axes.set_xticks(ticks, [f"{leads[i]}\n{int(dates.iloc[i])}" for i in ticks], fontsize=7)
-    axes.set_yticks(range(len(percent)), [short_label(name) for name in percent.index], fontsize=8)
-    axes.set_xlabel("lead time (h), and below it the number of initial dates")
-    title = f"RMSE of {card['first'][0]} relative to {card['second'][0]} (%), below 0: better"
-    note = f"•: 95 % of resamples agree (tested from {card.attrs['dates_needed']} dates on)"
-    axes.set_title(f"{title}\n{note}", fontsize=9)
-    figure.colorbar(mesh, ax=axes, shrink=0.8, label="%", extend="both")
-    save(figure, target)
-
-
 def write_scorecard(card: pd.DataFrame, folder: Path) -> None:
-    """Write the scorecard as CSV and as a picture."""
-    finite = card[np.isfinite(card["percent"])]
-    if left := len(card) - len(finite):
-        reason = "a forecast is broken, or no date is common"
-        logger.warning("scorecard: %d of %d rows have no number: %s", left, len(card), reason)
+    """Write the scorecard as CSV, and as an HTML table of coloured per cents, bold where significant."""
+    finite = card[np.isfinite(card["percent"])]  # others: a forecast is broken, or no date is common
     finite.to_csv(folder / "scorecard.csv", index=False, float_format="%.4f", lineterminator="\r\n")
-    plot_scorecard(card, folder / "scorecard.png")
+    table = finite.pivot(index="variable", columns="lead_hours").reindex(finite["variable"].unique())
+    weights = table["significant"].map(lambda significant: "font-weight: bold" * (significant == 1))
+    style = table["percent"].style.apply(lambda _: weights, axis=None)
+    style.background_gradient("RdBu_r", axis=None, vmin=-BOUND, vmax=BOUND).format("{:.0f}", na_rep="")
+    names, needed = " relative to ".join(card.loc[0, ["first", "second"]]), card.attrs["dates_needed"]
+    note = f"below 0: better; bold: 95 % of resamples agree (tested from {needed} initial dates on)"
+    style.set_caption(f"RMSE of {names} (%), by lead in hours; {note}")
+    (folder / "scorecard.html").write_text(style.to_html())

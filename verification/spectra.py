@@ -1,14 +1,14 @@
-"""Maps of errors and zonal spectra at one lead.
+"""Zonal energy spectra of forecasts and truth at one lead, as WeatherBench2 has them.
 
-Sums over dates, so that memory does not grow with them. Spectra are WeatherBench2's
-(derived_variables.ZonalEnergySpectrum): on a circle of latitude of circumference C with values f[l], l = 0 ..
-W-1, and F[k] = sum f[l] exp(-2 pi i k l / W) / W, the energy is S[0] = C |F[0]|^2 and S[k] = 2 C |F[k]|^2:
-the sum over k is the integral of f^2 along the circle, in units of f^2 times metres. Shapes: V variables, M
+On a circle of latitude of circumference C with values f[l], l = 0 .. W-1, and F[k] = sum f[l] exp(-2 pi i k l
+/ W) / W, the energy is S[0] = C |F[0]|^2 and S[k] = 2 C |F[k]|^2 (derived_variables.ZonalEnergySpectrum): the
+sum over k is the integral of f^2 along the circle, in units of f^2 times metres. Shapes: V variables, M
 members, H latitudes, W longitudes, K = W // 2 + 1 wavenumbers.
 """
 
 import warnings
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -23,8 +23,8 @@ MIDLATITUDES = ((-60.0, -30.0), (30.0, 60.0))  # where spectra are averaged for 
 EARTH_RADIUS = (6357e3 + 6378e3) / 2  # metres; WeatherBench2's
 
 
-class Details:
-    """Sums over dates, float64: of errors at every cell, and of spectra."""
+class Spectra:
+    """Sums over dates, float64, so that memory does not grow with them."""
 
     def __init__(
         self,
@@ -38,8 +38,7 @@ class Details:
         self.lead, self.variables, self.grid, self.units = lead, variables, grid, units
         self.length = torch.from_numpy(circumference(grid.latitude)).to(device)
         waves = (grid.shape[0], grid.shape[1] // 2 + 1)
-        shapes = {"dates": (), "whole_rows": grid.shape[:1], "error": grid.shape, "valid": grid.shape}
-        shapes |= {"forecast": waves, "truth": waves} if grid.periodic else {}
+        shapes = {"dates": (), "whole_rows": grid.shape[:1], "forecast": waves, "truth": waves}
         self.sums = {
             name: torch.zeros((len(variables), *shape), dtype=torch.float64, device=device)
             for name, shape in shapes.items()
@@ -48,49 +47,34 @@ class Details:
     def add(self, pair: Pair) -> None:
         if pair.lead != self.lead:
             return
-        sums = self.sums
         for i, v in enumerate(pair.rows):  # one at a time: members and waves are large
             truth = pair.truth[i].double()
             members = pair.forecast[..., i, :, :].double().reshape(-1, *truth.shape)
             valid = torch.isfinite(truth)
-            if not valid.any():
-                continue
-            sums["dates"][v] += 1
-            sums["valid"][v] += valid
-            sums["error"][v] += torch.where(valid, members.mean(dim=0) - truth, 0.0)
             whole = valid.all(dim=-1)  # a row with a missing value has no spectrum
-            sums["whole_rows"][v] += whole
+            self.sums["dates"][v] += valid.any()
+            self.sums["whole_rows"][v] += whole
             for name, fields in {"forecast": members, "truth": truth[None]}.items():
-                if name in sums:  # energy of the members: their mean is too smooth
-                    energy = zonal_energy_spectrum(fields, self.length).mean(dim=0)
-                    sums[name][v] += torch.where(whole[:, None], energy, 0.0)
+                # Energy of the members: their mean is too smooth.
+                energy = zonal_energy_spectrum(fields, self.length).mean(dim=0)
+                self.sums[name][v] += torch.where(whole[:, None], energy, 0.0)
 
-    def results(self, leads: np.ndarray) -> tuple[xr.Dataset, xr.Dataset | None]:
-        """Return two Datasets, means over the dates, of which coordinate `num_dates` has the number.
-
-        The bias, forecast - truth, dims (lead_time[, level], latitude, longitude), and the spectra, dims
-        (lead_time[, level], latitude, zonal_wavenumber, source) of dates that lack no value on the circle of
-        latitude; None on a grid that does not go round the globe. leads: all of them.
+    def result(self, leads: np.ndarray) -> xr.Dataset:
+        """Return dims (lead_time[, level], latitude, zonal_wavenumber, source): means over the dates that
+        have all values on the circle of latitude. Coordinate `num_dates`: all dates. leads: all of them.
         """
-        lead = leads[[self.lead]]
-        coords = {"latitude": self.grid.latitude, "longitude": self.grid.longitude}
-        bias = self._dataset(self.sums["error"] / self.sums["valid"], lead, coords)
-        if not self.grid.periodic:
-            return bias, None
         sources = ["forecast", "truth"]
-        mean = torch.stack([self.sums[name] for name in sources], dim=-1)
+        mean = torch.stack([self.sums[name] for name in sources], dim=-1)[None]
         mean = mean / self.sums["whole_rows"][..., None, None]
-        waves = {"latitude": self.grid.latitude, "zonal_wavenumber": np.arange(mean.shape[-2])}
-        spectra = self._dataset(mean, lead, {**waves, "source": sources})
+        lead = leads[[self.lead]].astype("timedelta64[ns]")
+        coords: dict[str, Any] = {"lead_time": lead, "latitude": self.grid.latitude}
+        coords |= {"zonal_wavenumber": np.arange(mean.shape[-2]), "source": sources}
+        coords["num_dates"] = "lead_time", [int(self.sums["dates"].max())]
+        dims = ["lead_time", "variable", "latitude", "zonal_wavenumber", "source"]
+        spectra = by_variable(mean.cpu().numpy(), dims, self.variables, coords, self.units)
         for array in spectra.data_vars.values():  # squared, times the length of a circle of latitude
             array.attrs["units"] = f"{squared(array.attrs['units'])} m".strip()
-        return bias, spectra
-
-    def _dataset(self, values: Tensor, lead: np.ndarray, coords: Mapping) -> xr.Dataset:
-        num_dates = [int(self.sums["dates"].max())]
-        leads = {"lead_time": lead.astype("timedelta64[ns]"), "num_dates": ("lead_time", num_dates)}
-        dims = ["lead_time", "variable", *coords]
-        return by_variable(values[None].cpu().numpy(), dims, self.variables, {**leads, **coords}, self.units)
+        return spectra
 
 
 def circumference(degrees_north: np.ndarray) -> np.ndarray:
