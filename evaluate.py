@@ -255,7 +255,7 @@ def print_scores(evaluations: dict[str, Evaluation], target: Path) -> None:
     scores = {name: evaluation.scores for name, evaluation in evaluations.items()}
     print(table(scores, "rmse", describe(next(iter(evaluations.values())))))
     if "acc" in next(iter(scores.values()))["metric"]:
-        print("\n" + table(scores, "acc", "anomaly correlation (WeatherBench2's)"))
+        print("\n" + table(scores, "acc", "anomaly correlation"))
     print(f"\n{common_cells(scores)}\n\nwritten to {target}")
 
 
