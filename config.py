@@ -446,9 +446,6 @@ class Validation:
         "Write plots of loss, errors and maps to plots/ after the last step, and to TensorBoard, "
         "W&B or MLflow at every validation.",
     )
-    plot_variables: tuple[str, ...] = option(
-        (), 'Variables of maps and of the plots of evaluate.py: ["geopotential:500", "wind_vector"].'
-    )
     early_stop_patience: Count = option(
         0, "End the run after this many validations without a better checkpoint.keep_best. 0: never."
     )
@@ -511,12 +508,7 @@ class Forecast:
     num_steps: Steps = option(
         40, "Model steps of data.step_hours from each initial date; 40 steps of 6 h are 10 days."
     )
-    num_members: Layers = option(1, "Ensemble members; the first one starts from the analysis itself.")
-    perturbation: Annotated[float, Range(-1.0, LARGEST)] = option(
-        -1.0,
-        "Perturbation of the initial state of the other members, in standard deviations of the change of a "
-        "variable over a step. -1: 0.2, or 0 if the model has noise.",
-    )
+    num_members: Layers = option(1, "Ensemble members, of a model with noise.")
     persist_forcings: bool = option(
         False,
         "Leave data.forcing_variables as they are at the initial date. Default: read each step's.",

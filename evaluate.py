@@ -1,8 +1,7 @@
 """Scores of any forecasts, compared with persistence, damped persistence and climatology.
 
     .venv/bin/python evaluate.py --job.config_file train_configs/gfs_winds.toml
-    .venv/bin/python evaluate.py --job.config_file F --forecast ours.zarr --forecast HRES=hres.zarr \\
-        --gate "rmse/geopotential:500@120h<340"
+    .venv/bin/python evaluate.py --job.config_file F --forecast ours.zarr --forecast HRES=hres.zarr
     .venv/bin/python -m jobs.torchrun --nproc-per-node 4 evaluate.py ...      several processes
 
 --forecast [NAME=]PATH  a forecast, WeatherBench2's, Pangu's, GraphCast's ... layout; as often as you like
@@ -13,10 +12,9 @@
                         climatology, which the ACC needs too, is computed only where it stands here
 --regions LIST          "global,tropics,europe", or all that the grid has cells of (default: global)
 --against NAME          what the scorecard compares the first forecast with (default: the second, a baseline)
---gate SCORE            ends with 1 when the first forecast misses it; as often as you like
---output FOLDER         scores, maps, spectra as files; plots (default: evaluation/ in the run's folder)
+--output FOLDER         scores and spectra as files; plots (default: evaluation/ in the run's folder)
 
-Configuration keys say which data, period and variables. Exit codes: 0, 1 a gate is missed, 2 bad input.
+Configuration keys say which data, period and variables. Exit codes: 0, 2 bad input.
 """
 
 import sys
@@ -31,7 +29,6 @@ OPTIONS = own_options(
     baselines="persistence,damped_persistence,climatology",
     regions="global",
     against="",
-    gate=[],
     output="",
 )
 if __name__ == "__main__":
@@ -78,7 +75,7 @@ from verification.climatology import (
     open_climatology,
     stored_fingerprint,
 )
-from verification.evaluation import Evaluation, evaluate_together
+from verification.evaluation import Evaluation, evaluate_together, write_scores
 from verification.evaluation_options import (
     check_options,
     choose_regions,
@@ -86,14 +83,11 @@ from verification.evaluation_options import (
     open_forecasts,
     scorecard_reference,
 )
-from verification.maps import Land
 from verification.matching import ForecastFields
 from verification.plots import describe, plot_evaluation
-from verification.report import Gate, shown_leads, table, write_scores
 from verification.rollout import Forecast
-from verification.score_tables import lead_hours, select, variable_names
+from verification.score_tables import lead_hours, select, table, variable_names
 from verification.scorecard import build_scorecard, write_scorecard
-from verification.scores import wind_pairs
 
 logger = logging.getLogger("rossby")
 ALL_CELLS = 0.9999  # of the area: the rest is rounding
@@ -160,15 +154,16 @@ def build_baselines(
         baselines["persistence"] = build(persistence)
     if "damped_persistence" in names:
         forecast, number = fit_damping(selection, (leads // step).tolist(), config)
-        caveat = f"fitted on {number} dates, fewer than {MIN_FIT_SAMPLES}" if number < MIN_FIT_SAMPLES else ""
-        baselines["damped persistence"] = build(forecast, caveat)
+        if number < MIN_FIT_SAMPLES:
+            logger.warning("damped persistence is fitted on %d dates: too few to rely on", number)
+        baselines["damped persistence"] = build(forecast)
     if "climatology" in names and climatology:
         lacking = [time for time in np.unique(valid_times) if not climatology.has(time)]
         if not {*variables} & {*climatology.variables}:
             logger.info("climatology is no baseline: %s has none of the variables", climatology.path)
         elif lacking:
-            has, number = climatology.describe(), f"{len(lacking)} valid times, the first {lacking[0]}"
-            logger.info("climatology is no baseline: %s has %s, not %s", climatology.path, has, number)
+            number = f"{len(lacking)} valid times, the first {lacking[0]}"
+            logger.info("climatology is no baseline: %s lacks %s", climatology.path, number)
         else:
             baselines["climatology"] = ClimatologyForecast(climatology, times, leads)
     return baselines
@@ -255,29 +250,17 @@ def common_cells(scores: Mapping[str, xr.Dataset]) -> str:
     return f"cells: those that all forecasts have, {lowest:.1%} of the truth's area for {where}, else more"
 
 
-def print_scores(
-    evaluations: dict[str, Evaluation],
-    gates: list[Gate],
-    target: Path,
-    caveats: dict[str, str],
-    climatology: Climatology | None,
-) -> int:
-    """Print tables and gates; return 1 if a gate is missed. caveats: by name of a forecast."""
+def print_scores(evaluations: dict[str, Evaluation], target: Path) -> None:
+    """Print the tables of RMSE and of ACC, where there is a climatology."""
     scores = {name: evaluation.scores for name, evaluation in evaluations.items()}
-    first = next(iter(scores.values()))
-    print(table(scores, "rmse", describe(evaluations), caveats))
-    if climatology is not None:
-        kind = f"not WeatherBench2's: {climatology.caveat}" if climatology.caveat else "WeatherBench2's"
-        print("\n" + table(scores, "acc", f"anomaly correlation ({kind})", caveats))
+    print(table(scores, "rmse", describe(next(iter(evaluations.values())))))
+    if "acc" in next(iter(scores.values()))["metric"]:
+        print("\n" + table(scores, "acc", "anomaly correlation"))
     print(f"\n{common_cells(scores)}\n\nwritten to {target}")
-    judged = [gate.judge(first) for gate in gates]
-    for _, line in judged:
-        print(line)
-    return int(not all(passed for passed, _ in judged))
 
 
-def run(config: Config, options: Namespace) -> int:
-    """Run the whole evaluation on every rank; return the exit code."""
+def run(config: Config, options: Namespace) -> None:
+    """Run the whole evaluation on every rank."""
     folder = config.dump_folder
     target = Path(options.output or folder / OWN_FOLDER)
     check_folder("--output", target)
@@ -293,9 +276,6 @@ def run(config: Config, options: Namespace) -> int:
         truth.check(variables)
     period, hour = () if config.forecast.period else config.data.test_period, np.timedelta64(1, "h")
     times, leads = common_axes(forecasts, period)
-    for gate in options.gates:
-        hours = (leads // hour).tolist()
-        gate.check(variable=[*variables, *wind_pairs(variables)], lead=hours)
     grid = reduce(coarser, [each.grid for each in forecasts.values()], truth.grid)
     regions = choose_regions(options.regions, grid)
     if (width := config.data.boundary_width) and not grid.same_as(selection.archive.grid):
@@ -319,14 +299,14 @@ def run(config: Config, options: Namespace) -> int:
             dates=times,
             grid=grid,
             regions=regions,
-            detailed_hours=(shown_leads(scored) // hour).tolist(),
+            spectra_lead=int(scored[-1] // hour) if len(scored) else None,
             boundary_width=width,
             device=device,
             progress=bar.update,
             saved=saved,
         )
 
-    def report() -> int:
+    def report() -> None:
         target.mkdir(parents=True, exist_ok=True)
         write_scores(evaluations, target)
         if against:
@@ -336,17 +316,13 @@ def run(config: Config, options: Namespace) -> int:
                 if options.against:
                     raise
                 logger.warning("no scorecard: %s", error)
-        mask = selection.land()
-        land = None if mask is None else Land(selection.archive.grid, mask)
-        plot_evaluation(evaluations, target, config.validation.plot_variables, land)
-        caveats = {name: each.caveat for name, each in compared.items() if each.caveat}
-        return print_scores(evaluations, options.gates, target, caveats, climatology)
+        plot_evaluation(evaluations, target)
+        print_scores(evaluations, target)
 
-    code = from_first_rank(report)
+    from_first_rank(report)
     if saved and dist.get_rank() == 0:
         saved.remove()
     dist.destroy_process_group()
-    return code
 
 
 def main() -> None:
@@ -354,8 +330,8 @@ def main() -> None:
         options, rest = parse_options(sys.argv[1:])
         config = start(rest, __doc__, check)
         start_logging(os.environ.get("RANK", "0") == "0")
-        code = run(config, options)
-    end_process(code)
+        run(config, options)
+    end_process(0)
 
 
 if __name__ == "__main__":

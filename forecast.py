@@ -49,14 +49,19 @@ from planning.start_checks import check_folder, check_machine, check_model
 from training.assembly import Assembly, Fields, assemble
 from training.process_settings import set_determinism
 from training.progress_bar import progress_bar
-from verification.forecast_writer import ForecastStore, ForecastWriter, StoreIndex
-from verification.perturbations import RandomFields, perturbation
 from verification.rollout import blown_up, plausible_size, rollout
-from verification.stores import COMPUTED, DIVERGED, NO_ANALYSIS, NOT_COMPUTED
+from verification.stores import (
+    COMPUTED,
+    DIVERGED,
+    NO_ANALYSIS,
+    NOT_COMPUTED,
+    ForecastStore,
+    ForecastWriter,
+    StoreIndex,
+)
 
 logger = logging.getLogger("rossby")
 Pair = tuple[int, int]  # numbers of an initial date and a member: one forecast
-PERTURBATION = 0.2  # of forecast.perturbation, of a model without noise
 MAX_LINES = 20  # of forecasts that went wrong; a model that has not learned blows up from every date
 
 
@@ -111,7 +116,6 @@ def forecast(config: Config) -> int:
     )
 
     # -- the loop: all ranks take equally many batches, as they may share the model -------------------------
-    start_from = InitialStates(config, selection, chosen, forecaster.trained)
     rounds = -(-len(missing) // dp)
     names: dict[Pair, str] = {}  # variables with which forecasts of this start went wrong
     writer, bar = ForecastWriter(store), progress_bar(rounds * settings.num_steps, "step", rank == 0)
@@ -119,7 +123,7 @@ def forecast(config: Config) -> int:
         number = round * dp + dp_rank
         batch = missing[min(number, len(missing) - 1)]
         mine = number < len(missing) and model.is_sample_leader
-        windows, times = start_from(batch)
+        windows, times = initial_states(selection, chosen[[date for date, _ in batch]])
         found = forecast_batch(forecaster, config, batch, windows, times, writer if mine else None, bar)
         if mine:
             writer.wait()
@@ -177,10 +181,10 @@ def about(
     chosen (n, h): indices of the windows that forecasts start from.
     """
     dates = index.dates.astype("datetime64[s]")
-    ensemble = {"perturbation": perturbation_of(config)} if index.num_members > 1 else {}
+    forcings = {}
     if Channels.of(config.data).forcing:
-        ensemble["persist_forcings"] = config.forecast.persist_forcings
-    drawn = {"seed": config.training.seed} if index.num_members > 1 or config.model.noise_dim else {}
+        forcings["persist_forcings"] = config.forecast.persist_forcings
+    drawn = {"seed": config.training.seed} if config.model.noise_dim else {}
     return {
         **trained.identity,
         "data.path": without_secrets(config.data.path),
@@ -190,7 +194,7 @@ def about(
         "dates": f"{len(dates)} from {dates[0]} to {dates[-1]} (CRC-32 {crc32(dates.tobytes()):08x})",
         "leads": list(index.leads),
         "num_members": index.num_members,
-        **ensemble,
+        **forcings,
         **drawn,
         "local_batch_size": config.validation.local_batch_size,
         "precision": config.training.mixed_precision_param,
@@ -205,13 +209,6 @@ def crc_of_states(selection: Selection, chosen: np.ndarray) -> str:
     return f"CRC-32 {crc32(b''.join(parts)):08x}"
 
 
-def perturbation_of(config: Config) -> float:
-    """Standard deviations of a variable's change over a step: forecast.perturbation, or what -1 means."""
-    if config.forecast.perturbation >= 0:
-        return config.forecast.perturbation
-    return 0.0 if config.model.noise_dim else PERTURBATION
-
-
 def create(store: ForecastStore, content: dict) -> None:
     """DataError where there is another forecast, or no place to write to."""
     try:
@@ -220,38 +217,18 @@ def create(store: ForecastStore, content: dict) -> None:
         raise DataError(str(error)) from error
 
 
-class InitialStates:
-    """Windows of analyses, and what is added to the newest of them for the members of an ensemble after the
-    first.
+def initial_states(selection: Selection, rows: np.ndarray) -> tuple[Tensor, Tensor]:
+    """Windows (B, h V, H, W) float32, NaN without a value, and their dates (B,), seconds since 1970.
+
+    rows (B, h): indices of the states of each window in the archive, the newest first.
     """
-
-    def __init__(self, config: Config, selection: Selection, chosen: np.ndarray, trained: Trained) -> None:
-        """chosen (n, h): indices of windows in the archive."""
-        self.archive, self.variables, self.chosen = selection.archive, selection.variables, chosen
-        size = perturbation_of(config)
-        self.seed, self.scale = config.training.seed, size * trained.statistics.change_std
-        self.scale[len(Channels.of(config.data).predicted) :] = 0.0  # forcing variables are what they are
-        perturbed = size > 0 and config.forecast.num_members > 1
-        self.random = RandomFields(selection.archive.grid) if perturbed else None
-
-    def __call__(self, batch: Sequence[Pair]) -> tuple[Tensor, Tensor]:
-        """Windows (B, h V, H, W) float32, NaN without a value, and their dates (B,), seconds since 1970."""
-        rows = self.chosen[[date for date, _ in batch]]  # (B, h)
-        analyses = {index: self.archive.read(index, self.variables) for index in np.unique(rows).tolist()}
-        for index, fields in analyses.items():
-            refuse_fills(fields, self.variables, self.archive.times[index], self.archive.path)
-        windows = []
-        for (date, member), (now, *before) in zip(batch, rows.tolist(), strict=True):
-            newest = analyses[now] + self._perturbation(date, member)
-            windows.append(np.concatenate([newest, *(analyses[index] for index in before)]))
-        times = self.archive.times[rows[:, 0]].astype(np.int64)
-        return torch.from_numpy(np.stack(windows)), torch.from_numpy(times)
-
-    def _perturbation(self, date: int, member: int) -> np.ndarray | float:
-        if self.random is None or member == 0:
-            return 0.0
-        start = np.datetime64(str(self.archive.times[self.chosen[date, 0]]), "s")
-        return perturbation(self.random, self.scale, self.variables, self.seed, start, member)
+    archive, variables = selection.archive, selection.variables
+    analyses = {index: archive.read(index, variables) for index in np.unique(rows).tolist()}
+    for index, fields in analyses.items():
+        refuse_fills(fields, variables, archive.times[index], archive.path)
+    windows = [np.concatenate([analyses[index] for index in own]) for own in rows.tolist()]
+    times = archive.times[rows[:, 0]].astype(np.int64)
+    return torch.from_numpy(np.stack(windows)), torch.from_numpy(times)
 
 
 @torch.no_grad()

@@ -26,10 +26,10 @@ from datasets.grid import Grid
 from datasets.regrid import Regridder
 from tests.forecasts import analyses, climatology, forecasts, grid, write
 from verification.climatology import compute_climatology, open_climatology
-from verification.details import mean_over_latitudes
 from verification.evaluation import Evaluation, evaluate
 from verification.forecast_layouts import open_forecast
 from verification.scores import REGIONS
+from verification.spectra import mean_over_latitudes
 
 TOLERANCE = 1e-6
 GRIDS = (grid(37, 72, poles=True), grid(32, 64, poles=False))
@@ -67,7 +67,7 @@ def compare(coords: dict[str, np.ndarray], members: int, folder: Path) -> list[d
     opened = open_forecast(write(forecast, folder / "forecast.zarr"))
     archive = open_archive(write(truth, folder / "truth.zarr"))
     clim = open_climatology(write(means, folder / "climatology.zarr"))
-    ours = evaluate(opened, archive, clim, regions=list(REGIONS), detailed_hours=[24])
+    ours = evaluate(opened, archive, clim, regions=list(REGIONS), spectra_lead=24)
     wide = [dataset.astype("f8") for dataset in (forecast, truth, means)]
     rows = weatherbench2_scores(ours, wide[0], wide[1], wide[2], members)
     rows += weatherbench_x_scores(ours, wide[0], wide[1], wide[2], members)

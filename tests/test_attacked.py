@@ -15,15 +15,13 @@ from datasets.codecs import register_codecs
 from datasets.grid import Grid, area_weights
 from datasets.statistics import Source, compute
 from errors import ConfigError, DataError
-from evaluate import parse_options
 from planning.clusters import load_cluster
 from planning.start_checks import check_machine, open_checked
 from tests.sample_archives import analyses, weatherbench
 from tests.started_jobs import write_config
 from training.config_checks import load_checked
 from verification.climatology import open_climatology
-from verification.forecast_writer import ForecastStore, StoreIndex
-from verification.report import Gate
+from verification.stores import ForecastStore, StoreIndex
 
 
 @pytest.mark.parametrize("format", [2, 3])
@@ -65,15 +63,6 @@ def test_a_device_is_no_configuration(path):
     """It was read until memory ran out."""
     with pytest.raises(ConfigError, match="a device or a pipe"):
         load_checked(["--job.config_file", path])
-
-
-def test_gates_and_regions_are_checked_before_anything_is_scored():
-    Gate.parse("rmse/t@6h<1").check(variable=["t"], lead=[6, 12])
-    for text in ("rmse/t@7h<1", "rmse/z@6h<1"):
-        with pytest.raises(ConfigError, match="--gate: no"):
-            Gate.parse(text).check(variable=["t"], lead=[6, 12])
-    with pytest.raises(ConfigError, match="--regions ''"):
-        parse_options(["--regions", ""])
 
 
 def test_a_cluster_of_any_number_of_devices_is_none():

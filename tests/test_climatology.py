@@ -176,7 +176,7 @@ def test_days_and_hours_are_found_by_label(path: Path, tmp_path: Path) -> None:
     """One of the summer alone answered 1 February with a day of June, and July with an IndexError."""
     opened = open_climatology(str(path))
     assert not opened.has(np.datetime64("2021-02-28T06")) and opened.has(np.datetime64("2021-02-28T12"))
-    with pytest.raises(DataError, match="the hours 0, 12 and 366 days of the year: no climatology of"):
+    with pytest.raises(DataError, match="lacks its hour"):
         opened.field(np.datetime64("2021-02-28T06"), NAMES)
     stored = xr.open_zarr(path).load().drop_encoding()
     some = {"summer": np.arange(152, 244), "365": np.arange(1, 366), "turned": np.arange(366, 0, -1)}
@@ -189,7 +189,7 @@ def test_days_and_hours_are_found_by_label(path: Path, tmp_path: Path) -> None:
             if day in days:
                 np.testing.assert_array_equal(part.field(time, NAMES), opened.field(time, NAMES))
             else:
-                with pytest.raises(DataError, match=f"{len(days)} days of the year"):
+                with pytest.raises(DataError, match="lacks its dayofyear"):
                     part.field(time, NAMES)
 
 

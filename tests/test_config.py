@@ -160,7 +160,6 @@ COMMAND_LINES = [
     ("--data.select \"['member']\"", "data.select = ['member']: name a dimension and one of its labels, for"),
     ("--data.select \"['a=0', 'a=1']\"", "data.select = ['a=0', 'a=1']: 'a' occurs twice"),
     ("--optimizer.name Muon --parallelism.cpu_offload true", "'Muon': "),
-    ("--validation.plot_variables \"['snow']\"", "validation.plot_variables = 'snow': not among"),
 ]
 
 

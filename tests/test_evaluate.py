@@ -1,4 +1,4 @@
-"""evaluate.py as a user calls it: files, tables, gates, several ranks."""
+"""evaluate.py as a user calls it: files, tables, several ranks."""
 
 import csv
 from pathlib import Path
@@ -13,11 +13,9 @@ from tests.forecasts import analyses, climatology, forecasts, grid, write
 from tests.planned import run_main
 from tests.started_jobs import Job, run_options, started_by, write_config
 from verification import matching
-from verification.details import MIDLATITUDES, mean_over_latitudes
 from verification.evaluation import Tally
 
 LEADS = [6, 12, 24]
-RMSE = "rmse/geopotential:500@24h"
 
 
 @pytest.fixture(scope="module")
@@ -59,16 +57,15 @@ def rows(folder: Path, forecast: str, metric: str = "rmse") -> dict[tuple[str, s
     return {(r["variable"], r["level"], r["lead_hours"]): float(r["value"]) for r in found}
 
 
-def test_everything_is_written_and_the_gates_judge(run, truth):
+def test_everything_is_written(run, truth):
     ours = f"--forecast=model={run.folder / 'ours.zarr'}"
-    code, said, out = run(ours, "--gate", f"{RMSE}<1e6", "--gate", f"{RMSE}<1")
-    assert code == 1, said
-    assert "passed: rmse/geopotential:500@24h" in said and "MISSED: rmse/geopotential:500@24h" in said
+    code, said, out = run(ours)
+    assert code == 0, said
     assert "gpm" in said and "m2 s-2" in said and "damped persistence" in said
     files = {path.name for path in out.iterdir()}
-    assert {"scores.nc", "scores_by_date.nc", "scores.csv", "scorecard.csv"} <= files
-    assert {"spectra.csv", "spectra_model.nc", "bias_model.nc", "bias_damped_persistence.nc"} <= files
-    plots = {"scorecard.png", "rmse.png", "acc.png", "spectra.png", "bias.png"}
+    assert {"scores.nc", "scores_by_date.nc", "scores.csv", "scorecard.csv", "scorecard.html"} <= files
+    assert {"spectra_model.nc", "spectra_damped_persistence.nc"} <= files
+    plots = {"rmse.png", "acc.png", "spectra.png"}
     assert plots <= files and all((out / name).stat().st_size > 5000 for name in plots)
     with xr.open_dataset(out / "scores.nc") as scores:
         assert set(scores["geopotential"].dims) == {"forecast", "metric", "region", "lead_time", "level"}
@@ -92,20 +89,6 @@ def test_everything_is_written_and_the_gates_judge(run, truth):
     assert rows(out, "persistence")["2m_temperature", "", "24"] == pytest.approx(np.mean(squares) ** 0.5)
 
 
-def test_spectra_are_there_as_numbers(run):
-    """spectra.csv has the mean over latitudes of the stored rows."""
-    run(f"--forecast=model={run.folder / 'ours.zarr'}", "--baselines", "persistence", output="numbers")
-    with (run.folder / "numbers/spectra.csv").open() as file:
-        rows = [r for r in csv.DictReader(file) if r["variable"] == "2m_temperature"]
-    assert {r["forecast"] for r in rows} == {"model", "persistence"}
-    assert {r["units"] for r in rows} == {"K2 m"} and {r["lead_hours"] for r in rows} == {"6", "12", "24"}
-    with xr.open_dataset(run.folder / "numbers/spectra_model.nc") as stored:
-        last = stored["2m_temperature"].sel(source="truth").isel(lead_time=-1)
-        mean = mean_over_latitudes(last, MIDLATITUDES)
-        own = [r for r in rows if (r["forecast"], r["source"], r["lead_hours"]) == ("model", "truth", "24")]
-        np.testing.assert_allclose([float(r["energy"]) for r in own], mean.values[1:], rtol=1e-12)
-
-
 def test_leads_beyond_the_truth_have_no_dates_and_persistence_needs_no_climatology(run):
     """A lead of 100 days: a spectrum of nothing could not be drawn on logarithmic axes."""
     ours = xr.open_zarr(run.folder / "ours.zarr", decode_timedelta=True).load().drop_encoding()
@@ -119,8 +102,8 @@ def test_leads_beyond_the_truth_have_no_dates_and_persistence_needs_no_climatolo
     assert rows(out, "persistence") and not rows(out, "model", "acc")
     with xr.open_dataset(out / "scores.nc") as scores:
         assert scores["num_dates"].sel(forecast="model").values.tolist() == [10, 10, 10, 0]
-    with xr.open_dataset(out / "bias_model.nc") as bias:
-        assert np.isfinite(bias["2m_temperature"]).all() and bias["num_dates"].values.tolist() == [10]
+    with xr.open_dataset(out / "spectra_model.nc") as spectra:
+        assert np.isfinite(spectra["2m_temperature"]).all() and spectra["num_dates"].values.tolist() == [10]
 
 
 def test_without_all_hours_of_the_day_there_is_no_acc(run, truth):
@@ -198,7 +181,7 @@ def test_a_killed_evaluation_continues(run, monkeypatch):
     assert code == 0 and {*dates} == {6, 7, 8, 9}, said
     for name in ("scores.nc", "scores_by_date.nc"):
         xr.testing.assert_identical(xr.open_dataset(out / name), xr.open_dataset(run.folder / "whole" / name))
-    for name in ("spectra_model.nc", "bias_persistence.nc"):
+    for name in ("spectra_model.nc", "spectra_persistence.nc"):
         xr.testing.assert_allclose(xr.open_dataset(out / name), xr.open_dataset(run.folder / "whole" / name))
     assert not (run.folder / "killed/evaluation/unfinished").exists()
 
@@ -216,7 +199,6 @@ def test_two_ranks_give_the_same_bits(run):
     "options",
     [
         ["--forecast", "nowhere.zarr"],
-        ["--gate", "rmse<3"],
         ["--regions", "atlantis"],
         ["--baselines", "luck"],
         ["--datta.path", "x"],

@@ -16,7 +16,6 @@ from torch import Tensor
 
 import forecast
 from datasets.forcings import compute_forcings
-from datasets.grid import Grid
 from errors import UserError
 from tests.forecasts import plain_forecast
 from tests.planned import run_forecast, run_main, run_train
@@ -32,7 +31,6 @@ from tests.started_jobs import (
 )
 from training.config_checks import load_checked
 from verification.forecast_layouts import open_forecast
-from verification.perturbations import RandomFields, perturbation
 from verification.rollout import blown_up, plausible_size
 
 VARIABLES = ["geopotential:500", "geopotential:850", "temperature:850", "2m_temperature"]
@@ -221,43 +219,6 @@ def test_bfloat16_follows_float32(run, tmp_path):
     assert 0 < difference < 0.05 * full["2m_temperature"].std()
 
 
-# -- ensembles
-
-
-def test_an_ensemble_has_members_around_the_unperturbed_one(run, tmp_path):
-    options = ["--forecast.perturbation", "0.5"]
-    single = store(run, tmp_path / "single.zarr", *options)
-    ensemble = store(run, tmp_path / "ensemble.zarr", *options, "--forecast.num_members", "3")
-    dims = ("time", "prediction_timedelta", "number", "level", "latitude", "longitude")
-    assert ensemble["geopotential"].dims == dims and ensemble.number.values.tolist() == [0, 1, 2]
-    xr.testing.assert_allclose(ensemble.isel(number=0, drop=True), single, rtol=1e-6)
-    later = (ensemble - single).isel(number=[1, 2], prediction_timedelta=-1)
-    assert (abs(later["2m_temperature"]).max(("latitude", "longitude")) > 0).all()  # type: ignore[arg-type]
-
-
-def test_perturbations_are_a_function_of_seed_date_and_member():
-    fields, scale = RandomFields(Grid(np.arange(75.0, -76, -30), np.arange(0, 360, 45.0))), np.ones(2)
-    date, later = np.datetime64("1950-01-01"), np.datetime64("1950-01-01T06")
-
-    def draw(seed: int, date: np.datetime64, member: int) -> np.ndarray:
-        return perturbation(fields, scale, ["2m_temperature", "geopotential:500"], seed, date, member)
-
-    first = draw(0, date, 1)
-    np.testing.assert_array_equal(first, draw(0, np.datetime64("1950-01-01T00:00:00", "ns"), 1))
-    for other in (draw(1, date, 1), draw(0, later, 1), draw(0, date, 2), first[::-1]):
-        assert np.abs(other - first).max() > 0.1
-
-
-@pytest.mark.parametrize("latitude", [np.linspace(90, -90, 19), np.arange(60.0, 30, -2.5)])
-def test_random_fields_have_variance_one_everywhere(latitude):
-    fields = RandomFields(Grid(latitude, np.arange(0, 40, 10.0)))
-    table = fields.harmonics.to_latitude.numpy()[:21, :, :21] * fields.size[:, None, None]  # zonal, H, total
-    np.testing.assert_allclose((table**2).sum(axis=(0, 2)), 1, rtol=1e-10)  # cos2 + sin2 = 1
-    draws = np.stack([fields.draw(str(i)) for i in range(1500)])
-    np.testing.assert_allclose(draws.std(axis=0), 1, atol=0.1)
-    np.testing.assert_allclose(draws.mean(axis=0), 0, atol=0.12)
-
-
 # -- what goes wrong
 
 
@@ -316,7 +277,6 @@ def test_a_date_without_values_is_reported_and_left_empty(run, tmp_path, capsys)
         (["--data.variables", '["vorticity:500"]'], "has no variable 'vorticity:500'"),
         (["--data.variables", '["2m_temperature", "geopotential:500"]'], "was trained with"),
         (["--model.dim", "32"], "was trained with 16; take the config.toml of"),
-        (["--forecast.perturbation", "-0.5"], "name 0 or more, or -1"),
     ],
 )
 def test_bad_input_is_one_line(run, tmp_path, options, message):

@@ -1,7 +1,6 @@
 """A model that sees a window of states: forecasts, gradients, samples and refusals, written out here."""
 
 import logging
-from contextlib import nullcontext
 from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
@@ -13,9 +12,6 @@ import torch
 import xarray as xr
 from torch import Tensor
 
-import forecast
-from checkpoints.checkpointer import Found
-from checkpoints.trained_weights import Trained
 from config import Data
 from datasets.channels import Channels
 from datasets.conditions import Conditions
@@ -140,18 +136,6 @@ def test_forecasts_are_those_of_a_plain_loop(config_file, trained, tmp_path, cap
     wrong = found.time.values[found[U].isnull().all(("prediction_timedelta", "latitude", "longitude"))]
     assert (wrong == np.array([EMPTY, EMPTY + STEP], "M8[ns]")).all()
     assert f"no value of {V}" in said and f"no value of {V} 6 h before" in said
-
-
-def test_members_differ_in_their_newest_state(config_file, trained) -> None:
-    config = load_checked(run_options(config_file, trained[0], "--forecast.num_members", "2"))
-    selection = forecast.open_data(config)
-    statistics = replace(standard(2), change_std=np.array([2.0, 3.0]))
-    chosen = np.array([[7, 6], [8, 7]])
-    weights = Trained(trained[0], False, statistics, {}, Found(trained[0], nullcontext()))
-    windows, times = forecast.InitialStates(config, selection, chosen, weights)([(0, 0), (0, 1), (1, 0)])
-    assert windows.shape == (3, 4, 6, 8) and times[2] - times[0] == 6 * 3600
-    assert torch.equal(windows[0, 2:], windows[1, 2:]) and not torch.isclose(windows[0], windows[1])[:2].any()
-    assert torch.equal(windows[2, 2:], windows[0, :2])  # the state before
 
 
 # -- what is refused

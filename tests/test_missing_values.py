@@ -17,11 +17,11 @@ from datasets.selection import Selection
 from errors import ConfigError, DataError
 from tests.forecasts import analyses, climatology, forecasts, grid, write
 from verification.baselines import AnalysesForecast, persistence
-from verification.climatology import compute_climatology, describe_shortage, open_climatology
+from verification.climatology import open_climatology
 from verification.evaluation import evaluate
 from verification.evaluation_options import choose_regions, open_forecasts
 from verification.forecast_layouts import StoredForecast, open_forecast
-from verification.report import table
+from verification.score_tables import table
 from verification.scorecard import build_scorecard
 from verification.stores import COMPUTED, DIVERGED, NO_ANALYSIS
 
@@ -49,29 +49,21 @@ def rmse(scores: xr.Dataset, name: str) -> np.ndarray:
 # -- units ---------------------------------------------------------------------------------------------
 
 
-def stores(folder: Path, truth: xr.Dataset, units: dict[str, str], factors: dict[str, float]) -> list[Any]:
+def stores(folder: Path, truth: xr.Dataset, units: dict[str, str]) -> list[Any]:
     """Forecast, truth and climatology of a variable that the project does not know, in units of their own."""
     parts = {"forecast": forecasts(truth, 4, LEADS), "truth": truth, "climatology": climatology(truth)}
     for name, part in parts.items():
-        gust = part[["2m_temperature"]].rename({"2m_temperature": "gust"}) * factors.get(name, 1.0)
+        gust = part[["2m_temperature"]].rename({"2m_temperature": "gust"})
         gust["gust"].attrs["units"] = units.get(name, "m s-1")
         write(gust, folder / f"{name}.zarr")
     paths = [str(folder / f"{name}.zarr") for name in parts]
     return [open_forecast(paths[0]), open_archive(paths[1]), open_climatology(paths[2])]
 
 
-def test_units_are_converted_to_those_of_the_truth(tmp_path: Path, truth: xr.Dataset) -> None:
-    (tmp_path / "same").mkdir()
-    same = evaluate(*stores(tmp_path / "same", truth, {}, {})).scores
-    knots = 3600 / 1852
-    found = evaluate(*stores(tmp_path, truth, {"truth": "knots"}, {"truth": knots})).scores
-    np.testing.assert_allclose(rmse(found, "gust"), knots * rmse(same, "gust"), rtol=1e-5)
-    np.testing.assert_allclose(found["gust"].sel(metric="acc"), same["gust"].sel(metric="acc"), rtol=1e-5)
-
-
-def test_units_without_a_conversion_are_refused(tmp_path: Path, truth: xr.Dataset) -> None:
-    with pytest.raises(DataError, match="gust: .*furlong d-1"):
-        evaluate(*stores(tmp_path, truth, {"truth": "furlong d-1"}, {}))
+@pytest.mark.parametrize("units", ["furlong d-1", "knots"])
+def test_other_units_of_unknown_variables_are_refused(tmp_path: Path, truth: xr.Dataset, units: str) -> None:
+    with pytest.raises(DataError, match=f"gust: .*{units}"):
+        evaluate(*stores(tmp_path, truth, {"truth": units}))
 
 
 # -- dates and cells that are missing ------------------------------------------------------------------
@@ -153,9 +145,9 @@ def test_spectra_leave_out_rows_with_missing_values(opened, tmp_path: Path, trut
     lacking = truth.copy(deep=True)
     lacking["2m_temperature"][5, 2, 3] = np.nan
     archive = open_archive(write(lacking, tmp_path / "lacking.zarr"))
-    whole = evaluate(*opened, detailed_hours=LEADS).spectra
-    found = evaluate(opened[0], archive, detailed_hours=LEADS).spectra
-    assert found is not None and whole is not None and found.sizes["lead_time"] == len(LEADS)
+    whole = evaluate(*opened, spectra_lead=24).spectra
+    found = evaluate(opened[0], archive, spectra_lead=24).spectra
+    assert found is not None and whole is not None and found.sizes["lead_time"] == 1
     assert np.isfinite(found["2m_temperature"]).all()
     same = found.latitude != truth.latitude.values[2]
     xr.testing.assert_allclose(found.isel(latitude=same), whole.isel(latitude=same), rtol=1e-12)
@@ -234,16 +226,6 @@ def test_regions_without_a_point_are_refused_or_left_out(caplog: pytest.LogCaptu
     with caplog.at_level(logging.INFO):
         assert choose_regions(["tropics", "europe", "ausnz"], europe) == ["europe"]
     assert len(caplog.messages) == 1 and "tropics, ausnz" in caplog.text
-
-
-def test_a_climatology_of_few_dates_has_a_caveat(tmp_path: Path, truth: xr.Dataset) -> None:
-    archive = open_archive(write(truth, tmp_path / "truth.zarr"))
-    compute_climatology(archive, ["2m_temperature"], np.arange(20), str(tmp_path / "means.zarr"))
-    caveat = open_climatology(str(tmp_path / "means.zarr")).caveat
-    assert caveat.startswith("a mean by hour of day of 20 dates, 2019-12-25")
-    assert not open_climatology(write(climatology(truth), tmp_path / "others.zarr")).caveat
-    assert "3 years or more" in describe_shortage("1460 dates, 2001-01-01T00:00 to 2001-12-31T18:00", True)
-    assert not describe_shortage("4383 dates, 2001-01-01T00:00 to 2003-12-31T18:00", True)
 
 
 def test_few_dates_are_never_significant(tmp_path: Path, truth: xr.Dataset) -> None:

@@ -1,11 +1,15 @@
 """Confidence intervals against plain loops, and known answers."""
 
+from pathlib import Path
+
 import numpy as np
+import pandas as pd
 import pytest
 import xarray as xr
 
 from errors import DataError
-from verification.scorecard import bootstrap, compare, draw_dates
+from verification.evaluation import Evaluation
+from verification.scorecard import bootstrap, build_scorecard, draw_dates, write_scorecard
 
 
 @pytest.mark.parametrize("length", [1, 3, 10])
@@ -73,16 +77,23 @@ def scores(values: np.ndarray, leads: list[int], name: str = "geopotential") -> 
     return xr.Dataset({name: (list(coords), values)}, coords)
 
 
-def test_forecasts_are_compared_on_what_both_have() -> None:
+def card(first: xr.Dataset, second: xr.Dataset) -> pd.DataFrame:
+    found = {"first": Evaluation(first, first), "second": Evaluation(second, second)}
+    return build_scorecard("first", "second", found)
+
+
+def test_forecasts_are_compared_on_what_both_have(tmp_path: Path) -> None:
     rng = np.random.default_rng(4)
     values = rng.random((30, 2, 1, 3, 2)) + 1
     first, second = scores(values, [6, 12, 24]), scores(4 * values[:20, :, :, 1:], [12, 24])
-    found = compare(first, second, block_length=2)
-    assert found["geopotential"].dims == ("region", "lead_time", "level", "quantity")
-    assert found["geopotential"].shape == (1, 2, 2, 3)
-    assert found["geopotential"].sel(quantity="difference").values == pytest.approx(1)  # twice the RMSE
-    assert (found["geopotential"].sel(quantity="lower") > 0).all()
+    found = card(first, second)
+    assert found["variable"].tolist() == ["geopotential:500"] * 2 + ["geopotential:850"] * 2
+    assert found["lead_hours"].tolist() == [12, 24] * 2 and set(found["num_dates"]) == {20}
+    np.testing.assert_allclose(found["percent"], -50)  # half the RMSE
+    write_scorecard(found, tmp_path)
+    assert (tmp_path / "scorecard.html").read_text().count(">-50</td>") == 4
+    assert pd.read_csv(tmp_path / "scorecard.csv")["percent"].tolist() == [-50.0] * 4
     with pytest.raises(DataError):
-        compare(first, scores(values, [48, 60, 72]), 1)
+        card(first, scores(values, [48, 60, 72]))
     with pytest.raises(DataError):
-        compare(first, scores(values, [6, 12, 24], "temperature"), 1)
+        card(first, scores(values, [6, 12, 24], "temperature"))

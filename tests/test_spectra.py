@@ -5,11 +5,10 @@ import pytest
 import torch
 import xarray as xr
 
-from verification.details import (
+from verification.spectra import (
     EARTH_RADIUS,
     circumference,
     mean_over_latitudes,
-    wavelengths,
     zonal_energy_spectrum,
 )
 
@@ -20,9 +19,6 @@ LENGTH = 2 * np.pi * EARTH_RADIUS * np.array([0.5, 1.0, np.sqrt(3) / 2])  # by h
 def test_circles_of_latitude() -> None:
     np.testing.assert_allclose(circumference(ROWS), LENGTH, rtol=1e-15)
     assert abs(circumference(np.array([90.0]))[0]) < 1e-8
-    waves = wavelengths(ROWS, 8)
-    assert waves.shape == (3, 5) and np.isinf(waves[:, 0]).all()
-    np.testing.assert_allclose(waves[:, 2], LENGTH / 2, rtol=1e-15)
 
 
 @pytest.mark.parametrize("number", [0, 1, 3])

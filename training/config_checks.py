@@ -7,7 +7,6 @@ from command_line import load_config
 from config import Config, Profiling, Training, Validation, wall_time_seconds
 from datasets.channels import Channels
 from datasets.options import check_data, parse_period
-from datasets.variables import named_by, nearest_name
 from errors import nearest, refuse
 from models.registry import check_model
 from parallelisms.degrees import check_layout
@@ -38,7 +37,6 @@ def check(config: Config) -> None:
     check_layout(config)
     _check_validation(config.validation, config.data.step_hours)
     _check_profiling(config.profiling)
-    _check_plots(config)
     _check_best(config)
     _check_forecast(config)
 
@@ -49,15 +47,6 @@ def _check_profiling(profiling: Profiling) -> None:
     if profiling.enable_profiling and freq <= steps:
         reason = f"a trace of {steps} steps needs one more before it; set it to {steps + 1} or more"
         refuse("profiling.profile_freq", freq, reason)
-
-
-def _check_plots(config: Config) -> None:
-    """Wind vectors are no variables, but there are scores of them."""
-    there = Channels.of(config.data).predicted
-    for name in config.validation.plot_variables:
-        if not name.partition(":")[0].endswith("wind_vector") and not named_by([name], there):
-            reason = f"not among data.variables{nearest_name(name, there)}; name one of them"
-            refuse("validation.plot_variables", name, reason)
 
 
 def _check_training(config: Config) -> None:
@@ -202,9 +191,9 @@ def _check_forecast(config: Config) -> None:
         reason = "data.boundary_width needs the data of later dates; set it to false"
         refuse("forecast.persist_forcings", True, reason)
     parse_period("forecast.period", forecast.period)
-    if -1 < forecast.perturbation < 0:
-        reason = "name 0 or more, or -1 for what is customary"
-        refuse("forecast.perturbation", forecast.perturbation, reason)
+    if forecast.num_members > 1 and not config.model.noise_dim:
+        reason = "members of a model without noise are all the same; set it to 1"
+        refuse("forecast.num_members", forecast.num_members, reason)
     if forecast.interval_hours and not (
         forecast.period or config.data.validation_period or config.data.test_period
     ):

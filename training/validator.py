@@ -14,7 +14,6 @@ from tqdm import tqdm
 
 from config import Config
 from datasets.field_dataset import LaterFields
-from datasets.variables import named_by
 from jobs.heartbeat import span
 from training.best import Best
 from training.due import every
@@ -152,13 +151,12 @@ class Validator:
         """Plot losses, errors against lead time and maps of the last date; log them too."""
         from verification.plots import plot_run  # here, because it takes half a second of every start
 
-        selection, chosen = self.samples.selection, named_by(self.settings.plot_variables, scores.variables)
+        selection = self.samples.selection
         if self.boundary is not None:  # is given, not forecast
             date, fields = example
             example = date, {n: (t, np.where(self.boundary, np.nan, f)) for n, (t, f) in fields.items()}
-        parts = (selection.archive.grid, selection.land(), chosen)
         try:
-            pictures = plot_run(self.folder, scores, example, *parts)
+            pictures = plot_run(self.folder, scores, example, selection.archive.grid, selection.land())
         except OSError as error:  # a full disk must not end a run
             logger.warning("plots of step %d are not written: %s", step, error)
             return

@@ -124,7 +124,8 @@ class AnalysesForecast:
     """A baseline made from analyses as a forecast like any other: verification.matching.ForecastFields."""
 
     from_analyses = False  # it has no value where they have none
-    num_members, block, status = 0, (1, 2**20), None  # all leads of a date come from one analysis
+    num_members, block = 0, (1, 2**20)  # all leads of a date come from one analysis
+    status: np.ndarray | None = None
 
     def __init__(
         self,
@@ -134,13 +135,11 @@ class AnalysesForecast:
         leads: np.ndarray,
         step: np.timedelta64,
         forecast: Forecast,
-        caveat: str = "",
     ) -> None:
         """times (n,) and leads (L,), multiples of the step, of the forecast that it is compared with."""
         assert not (leads % step).astype(int).any(), f"leads {leads} are no multiples of {step}"
         self.archive, self.forecast, self.variables, self.grid = archive, forecast, variables, archive.grid
         self.times, self.leads, self.step, self.units = times, leads, step, archive.units
-        self.caveat = caveat
         self._state = lru_cache(MOST_STATES)(self._read_state)
 
     def read_block(self, dates: slice, leads: slice, variables: Sequence[str]) -> np.ndarray:

@@ -7,7 +7,7 @@ Shapes: V variables, H latitudes, W longitudes.
 Source: WeatherBench2, scripts/compute_climatology.py and utils.compute_hourly_stat.
 """
 
-import re
+import logging
 import shutil
 from collections.abc import Sequence
 from itertools import product
@@ -28,10 +28,10 @@ from datasets.layouts import open_fields
 from datasets.remote import NO_OPTIONS, Access
 from datasets.variables import split_name
 from errors import DataError
-from verification.stores import all_levels, attributes_of, create_store
+from verification.stores import all_levels, create_store
 
+logger = logging.getLogger("rossby")
 DAYS, WINDOW = 366, 61
-MIN_YEARS = 3  # in fewer a window of 61 days has the weather of single weeks
 SUMS_BYTES = 2**31  # of sums held at once
 CHUNK_BYTES = 2**18  # of a stored chunk: some days of one level
 FINGERPRINT = "computed_from"  # attribute of a store
@@ -61,36 +61,34 @@ def covers_a_year(times: np.ndarray) -> bool:
     return all((weights @ each > 0).all() for each in there)
 
 
-def hours_of(times: np.ndarray) -> list[int]:
-    """Return the hours of the day of some dates, ascending."""
-    return np.unique(pd.DatetimeIndex(np.atleast_1d(times)).hour).tolist()
-
-
 def compute_climatology(
-    archive: Archive,
-    variables: Sequence[str],
-    dates: np.ndarray,
-    path: str,
-    fingerprint: str = "",
+    archive: Archive, variables: Sequence[str], dates: np.ndarray, path: str, fingerprint: str = ""
 ) -> None:
     """Compute the climatology of `dates` (positions in archive.times) into a Zarr store at `path`.
 
     `hour` are those of the dates. Missing values count in no mean. fingerprint: of what it is computed from;
     with one, a store that was begun is completed. Called by all ranks together, which share the work.
     """
-    hours, target = hours_of(archive.times[dates]), Path(path)
-    by_day = covers_a_year(archive.times[dates])
+    times, marks = archive.times[dates], Path(path, DONE)
+    hours, by_day = np.unique(pd.DatetimeIndex(times).hour).tolist(), covers_a_year(times)
     rank, ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
-    is_begun = (target / DONE).is_dir() and fingerprint and stored_fingerprint(target) == fingerprint
+    is_begun = marks.is_dir() and fingerprint and stored_fingerprint(Path(path)) == fingerprint
     if rank == 0 and not is_begun:
-        create_climatology(archive, variables, dates, path, fingerprint, by_day)
+        axes = {"hour": np.asarray(hours)} | ({"dayofyear": np.arange(1, DAYS + 1)} if by_day else {})
+        some_days = max(1, CHUNK_BYTES // (4 * archive.grid.shape[0] * archive.grid.shape[1]))
+        chunks = {"hour": 1, "dayofyear": min(DAYS, some_days), "level": 1}
+        recipe = f"WeatherBench2, triangular window of {WINDOW} days" if by_day else "mean by hour of day"
+        period = f"{len(times)} dates, {str(times[0])[:16]} to {str(times[-1])[:16]}"
+        attributes = {"period": period, "recipe": recipe, FINGERPRINT: fingerprint}
+        own_units = {name: archive.units(name) for name in variables}
+        create_store(path, variables, archive.grid, axes, chunks, attributes, own_units)
+        marks.mkdir()
     if ranks > 1:
         dist.barrier()
-    done = {(hour, name) for hour in hours for name in variables if mark_of(target, hour, name).exists()}
     smooth = smoothing() if by_day else np.ones((1, DAYS))
     store, levels = zarr.open_group(path, mode="r+"), all_levels(variables)
     for some_hours, some in groups(hours, variables, archive.grid, ranks)[rank::ranks]:
-        pairs = [(h, v) for h, v in product(some_hours, some) if (h, v) not in done]
+        pairs = [(h, v) for h, v in product(some_hours, some) if not (marks / f"{h}-{v}").exists()]
         if not pairs:
             continue
         total, count = day_sums(archive, some, dates, some_hours, by_day)
@@ -105,32 +103,11 @@ def compute_climatology(
             at: list[Any] = [hours.index(hour), *[slice(None)] * by_day]
             at += [] if level is None else [levels.index(level)]
             array[tuple(at)] = mean
-            mark_of(target, hour, variable).touch()
+            (marks / f"{hour}-{variable}").touch()
     if ranks > 1:
         dist.barrier()
     if rank == 0:
-        shutil.rmtree(target / DONE)
-
-
-def create_climatology(
-    archive: Archive, variables: Sequence[str], dates: np.ndarray, path: str, fingerprint: str, by_day: bool
-) -> None:
-    """Create a store without values, and at last the folder of marks in it."""
-    times = archive.times[dates]
-    axes = {"hour": np.asarray(hours_of(times))} | ({"dayofyear": np.arange(1, DAYS + 1)} if by_day else {})
-    some_days = max(1, CHUNK_BYTES // (4 * archive.grid.shape[0] * archive.grid.shape[1]))
-    chunks = {"hour": 1, "dayofyear": min(DAYS, some_days), "level": 1}
-    recipe = f"WeatherBench2, triangular window of {WINDOW} days" if by_day else "mean by hour of day"
-    period = f"{len(times)} dates, {str(times[0])[:16]} to {str(times[-1])[:16]}"
-    attributes = {"period": period, "recipe": recipe, FINGERPRINT: fingerprint}
-    own_units = {name: archive.units(name) for name in variables}
-    create_store(path, variables, archive.grid, axes, chunks, attributes, own_units)
-    (Path(path) / DONE).mkdir()
-
-
-def mark_of(path: Path, hour: int, variable: str) -> Path:
-    """Return the file that exists when an hour of a variable is written."""
-    return path / DONE / f"{hour}-{variable}"
+        shutil.rmtree(marks)
 
 
 def groups(
@@ -168,25 +145,16 @@ def day_sums(
 def stored_fingerprint(path: Path) -> str | None:
     """Return the fingerprint of the data of a stored climatology, None if there is none."""
     try:
-        return attributes_of(path).get(FINGERPRINT)
+        found: Any = zarr.open_group(path, mode="r", use_consolidated=False).attrs.get(FINGERPRINT)
+        return found
     except (OSError, ValueError, KeyError, TypeError):
         return None
-
-
-def describe_shortage(period: str, by_day: bool) -> str:
-    """Return why a climatology of a period ("N dates, A to B") is not one, "" if it has dates enough."""
-    if not by_day:
-        return f"a mean by hour of day of {period}; one by day of year needs dates all round the year"
-    ends = [np.datetime64(end) for end in re.findall(r"\d{4}-\d\d-\d\d", period)]
-    if len(ends) == 2 and ends[1] - ends[0] < np.timedelta64(365 * MIN_YEARS - 1, "D"):
-        return f"a climatology of {period}; it needs {MIN_YEARS} years or more"
-    return ""
 
 
 class Climatology(NamedFields):
     """A stored climatology, by hour and day of year, or by one of both."""
 
-    def __init__(self, path: str, fields: Sequence[Field], period: str) -> None:
+    def __init__(self, path: str, fields: Sequence[Field]) -> None:
         """fields: with a label of each hour, or day of the year. Raises DataError if one occurs twice."""
         super().__init__(path, fields)
         labels = {axis: own.tolist() for field in fields for axis, own in field.labels.items()}
@@ -194,7 +162,6 @@ class Climatology(NamedFields):
         for axis, own in labels.items():
             if len({*own}) < len(own) or any(field.size(axis) not in (1, len(own)) for field in fields):
                 raise DataError(f"{path!r}: its coordinate {axis} does not label each of its fields once")
-        self.caveat = describe_shortage(period, "dayofyear" in labels)
 
     def _rows_of(self, time: np.datetime64) -> dict[str, int | None]:
         """Return the positions of a date's hour and day of year on the axes, None where one lacks it."""
@@ -206,12 +173,6 @@ class Climatology(NamedFields):
         """Return True if it has the hour and the day of year of a date."""
         return None not in self._rows_of(time).values()
 
-    def describe(self) -> str:
-        """Return its hours and how many days of the year it has."""
-        hours, days = (list(self.rows.get(axis, ())) for axis in ("hour", "dayofyear"))
-        parts = [f"the hours {', '.join(map(str, hours))}"] * bool(hours)
-        return " and ".join(parts + [f"{len(days)} days of the year"] * bool(days))
-
     def field(self, time: np.datetime64, variables: Sequence[str]) -> np.ndarray:
         """Return the mean (V, H, W) float32 for the hour and day of year of a date. Raises DataError for a
         date or a variable that it lacks.
@@ -219,7 +180,7 @@ class Climatology(NamedFields):
         slices = {}
         for axis, row in self._rows_of(time).items():
             if row is None:
-                raise DataError(f"{self.path!r} has {self.describe()}: no climatology of {time}")
+                raise DataError(f"{self.path!r} has no climatology of {time}: it lacks its {axis}")
             slices[axis] = slice(row, row + 1)
         return self.read_fields(variables, ("hour", "dayofyear"), slices)[0, 0]
 
@@ -231,18 +192,20 @@ def open_climatology(path: str, access: Access = NO_OPTIONS) -> Climatology:
     fields = [field for field in found if {"hour", "dayofyear"} & set(field.roles)]
     if not fields:
         raise DataError(f"{path!r} is no climatology: no variable has a dimension hour or dayofyear")
-    period = OpenFile.open(file_path, access)[0].attrs.get("period", "dates not named")
-    return Climatology(path, fields, str(period))
+    about = OpenFile.open(file_path, access)[0].attrs
+    logger.info("climatology: %s, of %s", about.get("recipe", path), about.get("period", "dates not named"))
+    return Climatology(path, fields)
 
 
 class ClimatologyForecast:
     """The climatology of the valid time as a forecast, from any initial date."""
 
-    num_members, block, status, from_analyses = 0, (1, 1), None, False
+    num_members, block, from_analyses = 0, (1, 1), False
+    status: np.ndarray | None = None
 
     def __init__(self, climatology: Climatology, times: np.ndarray, leads: np.ndarray) -> None:
         """times (n,) and leads (L,) as in every forecast: verification.matching.ForecastFields."""
-        self.climatology, self.times, self.leads, self.caveat = climatology, times, leads, climatology.caveat
+        self.climatology, self.times, self.leads = climatology, times, leads
         self.grid, self.variables, self.units = climatology.grid, climatology.variables, climatology.units
 
     def read_block(self, dates: slice, leads: slice, variables: Sequence[str]) -> np.ndarray:

@@ -12,20 +12,23 @@ and number of ranks.
   truth in which every forecast has a value, and which is scored.
 - `by_date`: the same dims with `time` (the initial date) first: the statistics of each date that confidence
   intervals need, for the first of the regions. NaN where there is no truth.
-- `bias`, `spectra`, `ranks` for the leads with details, or None: see details.py.
+- `spectra` at one lead, if they are asked for and the grid goes round the globe: see spectra.py.
 """
 
 import logging
+import re
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import partial, reduce
+from functools import reduce
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
 import xarray as xr
+from torch import Tensor
 
 from datasets.archive import Archive
 from datasets.grid import Grid, coarser
@@ -33,9 +36,8 @@ from errors import DataError
 from jobs.saved_parts import SavedParts
 from parallelisms.mesh import from_first_rank
 from verification.climatology import Climatology
-from verification.details import Details
 from verification.matching import ForecastFields, Matcher, Pair
-from verification.score_tables import by_variable
+from verification.score_tables import by_variable, combine, write_csv
 from verification.scores import (
     DERIVED,
     RegionMeans,
@@ -46,6 +48,7 @@ from verification.scores import (
     statistic_names,
     wind_pairs,
 )
+from verification.spectra import Spectra
 
 logger = logging.getLogger("rossby")
 
@@ -56,9 +59,7 @@ class Evaluation:
 
     scores: xr.Dataset
     by_date: xr.Dataset
-    bias: xr.Dataset | None = None
     spectra: xr.Dataset | None = None
-    ranks: xr.Dataset | None = None
 
 
 class Tally:
@@ -75,11 +76,11 @@ class Tally:
         shape: tuple[int, int],
         means: RegionMeans,
         with_climatology: bool = False,
-        details: Details | None = None,
+        spectra: Spectra | None = None,
     ) -> None:
         """shape: numbers of dates and leads."""
         self.variables, self.num_members = list(variables), num_members
-        self.means, self.details = means, details
+        self.means, self.spectra = means, spectra
         self.statistics = statistic_names(with_climatology, num_members)
         stored = [name for name in self.statistics if name not in DERIVED]
         size = (len(stored) + 2, *shape, len(self.variables), len(means.weight))
@@ -96,22 +97,12 @@ class Tally:
         entry = self.table[:, pair.date, pair.lead]
         entry[:, pair.rows[part]] = torch.cat([values, area[None], present[None].double()])
 
-    def reduce(self) -> None:
-        """Add what all ranks have counted, on all ranks. Each date is counted by one of them: bit-exact."""
-        dist.all_reduce(self.table)
-        if self.details:
-            self.details.reduce()
-
-    def arrays(self, dates: list[int]) -> dict[str, Any]:
-        """Return what is counted of the dates, which are all so far, for `add_arrays`."""
-        sums = self.details.sums if self.details else {}
-        return {name: each.cpu().numpy() for name, each in (sums | {"table": self.table[:, dates]}).items()}
-
-    def add_arrays(self, dates: list[int], arrays: Mapping[str, Any]) -> None:
-        """Add what another attempt has counted of some dates."""
-        for name, total in (self.details.sums if self.details else {}).items():
-            total += total.new_tensor(arrays[name])
-        self.table[:, dates] = self.table.new_tensor(arrays["table"])
+    @property
+    def sums(self) -> dict[str, Tensor]:
+        """Return all that is counted, which is added over ranks and attempts. Each date is counted by one of
+        them: the table is bit-exact on any number.
+        """
+        return {"table": self.table, **(self.spectra.sums if self.spectra else {})}
 
     def results(
         self, dates: np.ndarray, leads: np.ndarray, regions: list[str], units: Mapping[str, str]
@@ -140,9 +131,7 @@ class Tally:
         coords["region"] = regions[:1]
         dims = ("time", "metric", "region", "lead_time", "variable")
         by_date = by_variable(each.permute(1, 0, 4, 2, 3).cpu().numpy(), dims, names, coords, units)
-        if self.details is None:
-            return Evaluation(scores, by_date)
-        return Evaluation(scores, by_date, *self.details.results(leads))
+        return Evaluation(scores, by_date, self.spectra.result(leads) if self.spectra else None)
 
 
 def evaluate(
@@ -162,7 +151,7 @@ def evaluate_together(
     dates: np.ndarray | None = None,
     grid: Grid | None = None,
     regions: Sequence[str] = ("global",),
-    detailed_hours: Sequence[int] = (),
+    spectra_lead: int | None = None,
     boundary_width: int = 0,
     device: torch.device | str = "cpu",
     progress: Callable[[int], object] = lambda dates: None,
@@ -172,10 +161,10 @@ def evaluate_together(
     leads that all of them have; what is not given is all that the first has.
 
     A forecast may lack variables, and leads of `lead_hours`: it has no scores there. variables: names with
-    levels; dates: initial dates (datetime64). detailed_hours: leads that get maps and spectra.
+    levels; dates: initial dates (datetime64). spectra_lead: in hours.
     boundary_width: cells from each side that are not scored. progress is called with the number of dates just
     finished. saved: where what is counted is written now and then, to continue after a kill. Each rank scores
-    a part of the dates, and all ranks return the same result, that of one rank bit-exact (maps and spectra:
+    a part of the dates, and all ranks return the same result, that of one rank bit-exact (spectra:
     to rounding). Raises ConfigError for an unknown region, DataError if no date has a truth.
     """
     first, hour = next(iter(forecasts.values())), np.timedelta64(3600, "s")
@@ -187,14 +176,13 @@ def evaluate_together(
     grid = grid or reduce(coarser, [each.grid for each in forecasts.values()], truth.grid)
     matcher = Matcher(forecasts, truth, climatology, names, times, leads, grid, device, boundary_width)
     means, tallies = RegionMeans(grid, regions, device), {}
-    detailed = np.flatnonzero(np.isin(leads // hour, detailed_hours)).tolist()
     for name, source in matcher.sources.items():
-        forecast, own = source.fields, source.variables
-        about = (own, grid, forecast.num_members, device, matcher.units)
-        details = Details(detailed, *about) if detailed else None
-        shape = (len(times), len(leads))
-        has_climatology = climatology is not None
-        tallies[name] = Tally(own, forecast.num_members, shape, means, has_climatology, details)
+        own, spectra = source.variables, None
+        if spectra_lead is not None and grid.periodic:
+            row = (leads // hour).tolist().index(spectra_lead)
+            spectra = Spectra(row, own, grid, device, matcher.units)
+        shape, members = (len(times), len(leads)), source.fields.num_members
+        tallies[name] = Tally(own, members, shape, means, climatology is not None, spectra)
     score_pairs(matcher, tallies, progress, saved)
     if not any(tally.table[-1].any() for tally in tallies.values()):
         when = times[0] + leads[0] if len(times) and len(leads) else "any date"
@@ -217,34 +205,37 @@ def score_pairs(
     a date, and where the machine has other work that took ten times as long.
     """
     rank, ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+    sums = {f"{i} {key}": own for i, t in enumerate(tallies.values()) for key, own in t.sums.items()}
     earlier: list[dict[str, Any]] = []  # on rank 0: what killed attempts have counted
     done = dates_before(saved, earlier) if saved else []
     progress(len(done))
     blocks, scored = [block for block in matcher.blocks() if not {*block} & {*done}], list[int]()
+
+    def counted() -> dict[str, Any]:
+        own = {key: total[:, scored] if key.endswith("table") else total for key, total in sums.items()}
+        return {"dates": np.array(scored, int), **{key: total.cpu().numpy() for key, total in own.items()}}
+
     num_threads = torch.get_num_threads()
     width = num_threads if matcher.device.type == "cpu" else 1
     with ThreadPoolExecutor(width, initializer=torch.set_num_threads, initargs=(1,)) as threads:
         for pairs, finished in matcher.pairs(blocks[rank::ranks]):
-            some = max(
-                1, sum(len(pair.rows) for pair in pairs) // (2 * width)
-            )  # variables that a thread takes
+            some = max(1, sum(len(pair.rows) for pair in pairs) // (2 * width))  # variables of a thread
             tasks = [(pair, slice(v, v + some)) for pair in pairs for v in range(0, len(pair.rows), some)]
             list(threads.map(lambda task: tallies[task[0].name].add(*task), tasks))
             for pair in pairs:
-                if details := tallies[pair.name].details:
-                    details.add(pair)
+                if spectra := tallies[pair.name].spectra:
+                    spectra.add(pair)
             scored += finished
-            if saved and finished:  # else the sums of details have a part of a block
-                saved.write_if_due(partial(arrays_of, tallies, scored))
+            if saved and finished:  # else the sums of spectra have a part of a block
+                saved.write_if_due(counted)
             progress(ranks * len(finished))
     torch.set_num_threads(num_threads)  # for threads that start later
-    for arrays in earlier:
-        for number, tally in enumerate(tallies.values()):
-            own = {name.split()[1]: each for name, each in arrays.items() if name.startswith(f"{number} ")}
-            tally.add_arrays(arrays["dates"].tolist(), own)
-    if ranks > 1:
-        for tally in tallies.values():
-            tally.reduce()
+    for key, total in sums.items():
+        for arrays in earlier:
+            part = total.new_tensor(arrays[key])
+            total[(slice(None), arrays["dates"]) if key.endswith("table") else ...] += part
+        if ranks > 1:
+            dist.all_reduce(total)
 
 
 def dates_before(saved: SavedParts, earlier: list[dict[str, Any]]) -> list[int]:
@@ -260,8 +251,14 @@ def dates_before(saved: SavedParts, earlier: list[dict[str, Any]]) -> list[int]:
     return dates
 
 
-def arrays_of(tallies: Mapping[str, Tally], dates: list[int]) -> dict[str, Any]:
-    """Return what this attempt has counted on this rank, "0 table" of the first forecast and so on."""
-    numbered = enumerate(tally.arrays(dates) for tally in tallies.values())
-    of_tallies = {f"{i} {name}": each for i, arrays in numbered for name, each in arrays.items()}
-    return {"dates": np.array(dates, int), **of_tallies}
+def write_scores(evaluations: Mapping[str, Evaluation], folder: Path) -> None:
+    """Write scores and those by date, and spectra: a NetCDF a forecast."""
+    scores = combine({name: evaluation.scores for name, evaluation in evaluations.items()})
+    scores.to_netcdf(folder / "scores.nc", engine="h5netcdf")
+    write_csv(scores, folder / "scores.csv")
+    by_date = combine({name: evaluation.by_date for name, evaluation in evaluations.items()})
+    by_date.to_netcdf(folder / "scores_by_date.nc", engine="h5netcdf")
+    for name, evaluation in evaluations.items():
+        if evaluation.spectra is not None:
+            plain = re.sub(r"[^\w.+-]", "_", name)
+            evaluation.spectra.to_netcdf(folder / f"spectra_{plain}.nc", engine="h5netcdf")

@@ -11,7 +11,6 @@ from datasets.remote import Access
 from errors import ConfigError
 from verification.forecast_layouts import StoredForecast, open_forecast
 from verification.matching import ForecastFields
-from verification.report import Gate
 from verification.scores import REGIONS, regions_on
 from verification.stores import NOT_COMPUTED
 
@@ -20,16 +19,13 @@ BASELINES = ("persistence", "damped_persistence", "climatology")
 
 
 def check_options(options: Namespace) -> None:
-    """Replace the texts of lists and gates by lists and `Gate`s. Raises ConfigError."""
-    options.gates = [Gate.parse(text) for text in options.gate]
+    """Replace the texts of lists by lists. Raises ConfigError."""
     for key, valid in (("baselines", BASELINES), ("regions", (*REGIONS, "all"))):
         names = [name for name in dict.fromkeys(getattr(options, key).split(",")) if name]
         setattr(options, key, names)
         for name in names:
             if name not in valid:
                 raise ConfigError(f"--{key} {name!r}: there are {', '.join(valid)}")
-    if not options.regions:
-        raise ConfigError(f"--regions '': name one of {', '.join(REGIONS)}, or all")
 
 
 def open_forecasts(
@@ -38,14 +34,13 @@ def open_forecasts(
     """Return the forecasts by name. Raises ConfigError if a path does not exist or a name occurs twice."""
     found: dict[str, StoredForecast] = {}
     for text in texts or [f"model={folder / 'forecast.zarr'}"]:
-        name, equals, path = text.rpartition("=")
-        name = name if equals else Path(path).name.removesuffix(".zarr").removesuffix(".nc")
+        name, _, path = text.rpartition("=")
+        name = name or Path(path).name.removesuffix(".zarr").removesuffix(".nc")
         if "://" not in path and not Path(path).exists():
             raise ConfigError(f"--forecast {path!r}: is not there; run forecast.py, or name another")
-        if name.replace(" ", "_") in BASELINES:
-            raise ConfigError(f"--forecast {name!r}: the name of a baseline; give it another, NAME=PATH")
-        if name in found:
-            raise ConfigError(f"--forecast {name!r}: named twice; give one of them another name, NAME=PATH")
+        if name.replace(" ", "_") in (*BASELINES, *found):
+            reason = "the name of a baseline, or named twice; give it another, NAME=PATH"
+            raise ConfigError(f"--forecast {name!r}: {reason}")
         stored = found[name] = open_forecast(path, picks, access)
         if stored.status is not None and (left := int((stored.status == NOT_COMPUTED).any(1).sum())):
             reason = f"the forecasts from {left} of its {len(stored.times)} initial dates are not finished"
@@ -70,7 +65,7 @@ def common_variables(forecasts: Mapping[str, ForecastFields], truth: Archive, wa
 
 
 def choose_regions(wanted: Sequence[str], grid: Grid) -> list[str]:
-    """Return the regions that have a point on the grid, the globe first: tables and plots are of the first.
+    """Return the regions that have a point on the grid, the globe first: tables are of the first.
 
     Logs the others. Raises ConfigError for none.
     """

@@ -24,28 +24,20 @@ class StoredForecast(NamedFields):
     is the worst of the members' in a store that forecast.py writes.
     """
 
-    caveat = ""
-
     def __init__(
-        self,
-        path: str,
-        fields: Sequence[Field],
-        unreadable: dict[str, str],
-        status: np.ndarray | None = None,
+        self, path: str, fields: Sequence[Field], unreadable: dict[str, str], status: np.ndarray | None
     ) -> None:
         super().__init__(path, fields, unreadable)
         self.times, self.leads = np.asarray(fields[0].times), fields[0].labels["lead"]
         for name, axis in (("time", self.times), ("lead time", self.leads)):
-            if len(axis) > 1 and not (np.diff(axis) > np.timedelta64(0, "s")).all():
-                reason = f"its {name} does not ascend without repeats"
-                raise DataError(f"cannot read {path!r} as forecasts: {reason}")
+            if not (np.diff(axis) > np.timedelta64(0, "s")).all():
+                raise DataError(f"cannot read {path!r} as forecasts: its {name} does not ascend, or repeats")
         members = max(field.size("number") for field in fields)
         if other := next((field for field in fields if field.size("number") != members), None):
             reason = f"{other.names[0]} has {other.size('number')} members, others have {members}"
             raise DataError(f"cannot read {path!r} as forecasts: {reason}; write it for all of them")
         self.num_members = members if members > 1 else 0
-        dates, lead_times = (max(field.chunk(role) for field in fields) for role in ("time", "lead"))
-        self.block = dates, lead_times
+        self.block = max(each.chunk("time") for each in fields), max(each.chunk("lead") for each in fields)
         self.from_analyses = status is not None  # it fills what they lack, and is not scored there
         self.status = status
 
@@ -69,17 +61,13 @@ def open_forecast(
     """
     files = find_files(path)
     if len(files) > 1:
-        raise DataError(
-            f"{path!r} holds {len(files)} files: name one store of forecasts, such as {files[0]!r}"
-        )
+        raise DataError(f"{path!r} has {len(files)} files: name one store of forecasts, such as {files[0]!r}")
     found, unreadable = open_fields(files[0], picks, access, FORECAST_ROLES)
     fields = [field for field in found if "lead" in field.roles]
     if not fields:
-        reason = "; ".join(f"{name}: {why}" for name, why in list(unreadable.items())[:3])
-        raise DataError(
-            f"cannot read {path!r} as forecasts: no variable has a lead time (prediction_timedelta) and "
-            f"latitude and longitude{'; ' * bool(reason)}{reason}"
-        )
+        why = "".join(f"; {name}: {reason}" for name, reason in list(unreadable.items())[:3])
+        axes = "a lead time (prediction_timedelta) and latitude and longitude"
+        raise DataError(f"cannot read {path!r} as forecasts: no variable has {axes}{why}")
     return StoredForecast(path, fields, unreadable, stored_status(OpenFile.open(files[0], access)[0]))
 
 

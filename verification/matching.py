@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import groupby, product
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -21,7 +21,7 @@ from datasets.grid import Grid
 from datasets.normalization import boundary_cells
 from datasets.plausibility import refuse_fills
 from datasets.regrid import Regridder
-from datasets.variables import UnitConversion, find_conversion, split_name
+from datasets.variables import UnitConversion, find_conversion, group_levels
 from errors import DataError
 from verification.climatology import Climatology
 from verification.stores import COMPUTED, DIVERGED, NOT_COMPUTED
@@ -29,7 +29,6 @@ from verification.stores import COMPUTED, DIVERGED, NOT_COMPUTED
 BLOCK_BYTES = 2**27  # of a forecast, or of the truth, read at once; more if one array of a date is larger
 KEPT_BYTES = 2**30  # of truth and of climatology, kept for later dates
 MOST_DATES = 16  # read at once
-Regrid = Callable[[np.ndarray, Sequence[str]], Tensor]
 
 
 class ForecastFields(Protocol):
@@ -39,13 +38,8 @@ class ForecastFields(Protocol):
     leads: np.ndarray  # (L,) timedelta64[s], ascending
     num_members: int  # 0: not an ensemble
     block: tuple[int, int]  # initial dates and leads that are stored, and decoded, together
-    caveat: str  # reason not to rely on it, "" for none
     from_analyses: bool  # cells that the analysis of the initial date lacks are not scored, as in train.py
-
-    @property
-    def status(self) -> np.ndarray | None:
-        """Return the status (n, L) of verification.stores of each date and lead; None: all are computed."""
-        ...
+    status: np.ndarray | None  # (n, L) of verification.stores; None: all are computed
 
     @property
     def grid(self) -> Grid: ...
@@ -74,14 +68,6 @@ class Pair:
     climatology: Tensor | None  # NaN where there is none
 
 
-class Part(NamedTuple):
-    """The variables of a group, which are read together, that a forecast has."""
-
-    names: list[str]
-    group_rows: list[int]  # their positions in the group
-    rows: list[int]  # their positions among the forecast's variables
-
-
 class Source:
     """A forecast of a comparison, with the positions of the compared dates and leads on its own axes."""
 
@@ -92,27 +78,23 @@ class Source:
         self.dates = np.searchsorted(fields.times, dates)  # (n,)
         there = np.isin(leads, fields.leads)
         self.leads = np.where(there, np.searchsorted(fields.leads, leads), -1)  # (L,), -1: not there
-        self.variables = [name for group in groups for name in group if name in fields.variables]
-        self.parts = [self._part(group) for group in groups]
-
-    def _part(self, group: list[str]) -> Part:
-        names = [name for name in group if name in self.variables]
-        return Part(names, [group.index(n) for n in names], [self.variables.index(n) for n in names])
+        self.parts = [[name for name in group if name in fields.variables] for group in groups]
+        self.variables = sum(self.parts, [])
 
     def status(self, date: int, lead: int) -> int:
         """Return the status at a date and lead, whose positions are those of the comparison."""
         status = self.fields.status
         return COMPUTED if status is None else int(status[self.dates[date], self.leads[lead]])
 
-    def read(self, dates: list[int], leads: list[int], part: Part) -> dict[tuple[int, int], np.ndarray]:
+    def read(self, dates: list[int], leads: list[int], names: list[str]) -> dict[tuple[int, int], np.ndarray]:
         """Return the fields ([M,] V, H, W) by date and lead, those that are there, from one block."""
         there = [lead for lead in leads if self.leads[lead] >= 0]
-        if not part.names or not there:
+        if not names or not there:
             return {}
         rows, columns = (axis - axis[0] for axis in (self.dates[dates], self.leads[there]))
         first, begin = int(self.dates[dates[0]]), int(self.leads[there[0]])
         spans = slice(first, first + int(rows[-1]) + 1), slice(begin, begin + int(columns[-1]) + 1)
-        block = self.fields.read_block(*spans, part.names)
+        block = self.fields.read_block(*spans, names)
         at = product(zip(dates, rows, strict=True), zip(there, columns, strict=True))
         return {(date, lead): block[row, column] for (date, row), (lead, column) in at}
 
@@ -141,11 +123,13 @@ class Matcher:
         # How many dates and leads of every forecast are little enough to be read together.
         sizes = [max(1, f.num_members) * field_bytes(f.grid, len(variables)) for f in forecasts.values()]
         self.limit = BLOCK_BYTES // max(sizes)
-        self.groups = [list(variables)] if self.limit else list(group_by_name(variables))
+        self.groups = [list(variables)]
+        if not self.limit:  # one array of a date has the levels of a variable
+            by_name = group_levels(variables).values()
+            self.groups = [[variables[row] for row in rows.values()] for rows in by_name]
         self.sources = {name: Source(f, dates, leads, self.groups) for name, f in forecasts.items()}
-        # All fields are compared in the units of the truth.
         self.units = {name: truth.units(name) for name in variables}
-        self.regrid = {name: self._regridder(s.fields, s.variables) for name, s in self.sources.items()}
+        self.regrid = {name: self._regridder(forecast) for name, forecast in forecasts.items()}
         most = max(map(len, self.groups))
         num_cached = max(1, min(self._valid_dates(truth.times), KEPT_BYTES // field_bytes(grid, most)))
         self.find_truth = self._truth_finder(truth, num_cached)
@@ -155,61 +139,53 @@ class Matcher:
         """Return the function from a date and the number of a group to the analysis (V, H, W), None without
         one. num_cached: how many are kept for later dates.
         """
-        names = [name for group in self.groups for name in group]
+        regrid, times = self._regridder(truth), truth.times
         limit = BLOCK_BYTES // field_bytes(truth.grid, max(map(len, self.groups)))
-        size, times = max(1, min(truth.time_chunk(names), limit)), truth.times
-        regrid = self._regridder(truth, names)
+        size = max(1, min(truth.time_chunk(sum(self.groups, [])), limit))
 
         @lru_cache(len(self.groups) * max(1, num_cached // size))
         def read(chunk: int, group: int) -> Tensor:
-            start, stop, names = chunk * size, min((chunk + 1) * size, len(times)), self.groups[group]
-            fields = truth.read_block(start, stop, names)
-            for field, time in zip(fields, times[start:stop], strict=True):
+            start, names = chunk * size, self.groups[group]
+            fields = truth.read_block(start, min(start + size, len(times)), names)
+            for field, time in zip(fields, times[start:], strict=False):
                 refuse_fills(field, names, time, truth.path)
-            return regrid(fields, names)
+            return regrid(fields)
 
         def find(time: np.datetime64, group: int) -> Tensor | None:
             i = int(np.searchsorted(times, time))
-            is_there = i < len(times) and times[i] == time
-            return read(i // size, group)[i % size] if is_there else None
+            return read(i // size, group)[i % size] if time in times[i : i + 1] else None
 
         return find
 
     def _climatology_finder(
         self, climatology: Climatology, num_cached: int
     ) -> Callable[[np.datetime64, int], Tensor]:
-        """Return the function from a date and the number of a group to the climatology (V, H, W), NaN for
-        what it lacks.
-        """
-        known = [name for group in self.groups for name in group if name in climatology.variables]
-        regrid = self._regridder(climatology, known)
+        """Return the same function for a climatology, NaN for what it lacks."""
+        regrid = self._regridder(climatology)
 
         @lru_cache(len(self.groups) * num_cached)
         def find(time: np.datetime64, group: int) -> Tensor:
             names = self.groups[group]
             found = torch.full((len(names), *self.grid.shape), torch.nan, device=self.device)
-            own = [name for name in names if name in known]
+            own = [name for name in names if name in climatology.variables]
             if own and climatology.has(time):
-                found[[names.index(name) for name in own]] = regrid(climatology.field(time, own), own)
+                found[list(map(names.index, own))] = regrid(climatology.field(time, own))
             return found
 
         return find
 
-    def _regridder(self, source: ForecastFields | Archive | Climatology, names: Sequence[str]) -> Regrid:
-        """Return the function from fields (..., V, H, W) of a source, and which of these names they are, to
-        fields in the evaluation's units, grid and device. Raises DataError for units without a conversion.
+    def _regridder(self, source: ForecastFields | Archive | Climatology) -> Callable[[np.ndarray], Tensor]:
+        """Return the function from fields (..., V, H, W) of a source to fields on the evaluation's grid and
+        device. Raises DataError for units that are not those of the truth.
         """
-        convert, device = unit_converter(names, source.units, self.units), self.device
+        check_units(source, self.units)
         if source.grid.same_as(self.grid):
-            return lambda fields, some: torch.from_numpy(convert(fields, some)).to(device)
-        regridder = Regridder(source.grid, self.grid, device)
+            return lambda fields: torch.from_numpy(fields).to(self.device)
+        regridder = Regridder(source.grid, self.grid, self.device)
         outside = ~regridder.covered  # the mean of a part of a cell is not that of the cell
-
-        def regrid(fields: np.ndarray, some: Sequence[str]) -> Tensor:
-            on_device = torch.from_numpy(convert(fields, some)).to(device)
-            return regridder(on_device).masked_fill(outside, torch.nan)
-
-        return regrid
+        return lambda fields: regridder(torch.from_numpy(fields).to(self.device)).masked_fill(
+            outside, torch.nan
+        )
 
     def _valid_dates(self, times: np.ndarray) -> int:
         """Return how many of these dates the initial dates that are read together have as valid times."""
@@ -243,18 +219,17 @@ class Matcher:
 
     def _load(self, dates: list[int], leads: list[int], group: int) -> list[Pair]:
         read = {name: s.read(dates, leads, s.parts[group]) for name, s in self.sources.items()}
-        pairs = []
-        for at in product(dates, leads):
-            fields = {name: blocks[at] for name, blocks in read.items() if at in blocks}
-            pairs += self._match(*at, group, fields)
-        return pairs
+        return [pair for at in product(dates, leads) for pair in self._match(*at, group, read)]
 
-    def _match(self, date: int, lead: int, group: int, fields: dict[str, np.ndarray]) -> list[Pair]:
+    def _match(
+        self, date: int, lead: int, group: int, read: Mapping[str, dict[tuple[int, int], np.ndarray]]
+    ) -> list[Pair]:
         """Return the pairs of all forecasts at a date and lead; none without a truth, or where a forecast is
         not computed yet.
         """
         start, valid_time = self.dates[date], self.dates[date] + self.leads[lead]
         truth = self.find_truth(valid_time, group)
+        fields = {name: blocks[date, lead] for name, blocks in read.items() if (date, lead) in blocks}
         status = {name: self.sources[name].status(date, lead) for name in fields}
         if truth is None or NOT_COMPUTED in status.values():
             return []
@@ -262,33 +237,26 @@ class Matcher:
         if any(self.sources[name].fields.from_analyses for name in fields):
             analysis = self.find_truth(start, group)
             truth = truth if analysis is None else mask_missing(truth, analysis, range(len(truth)))
-        parts = {name: self.sources[name].parts[group] for name in fields}
-        found = {name: self.regrid[name](each, parts[name].names) for name, each in fields.items()}
+        found = {name: self.regrid[name](each) for name, each in fields.items()}
+        rows = {name: list(map(self.groups[group].index, self.sources[name].parts[group])) for name in fields}
         for name, forecast in found.items():
             if status[name] != DIVERGED:  # what has diverged is wrong there, and not missing
-                truth = mask_missing(truth, forecast, parts[name].group_rows)
+                truth = mask_missing(truth, forecast, rows[name])
         clim = self.find_climatology(valid_time, group) if self.find_climatology else None
         pairs = []
         for name, forecast in found.items():
-            rows = parts[name].group_rows
-            own, everywhere, means = truth, whole, clim
-            if len(rows) < len(truth):
-                own, means = truth[rows], None if clim is None else clim[rows]
-                everywhere = own if truth is whole else whole[rows]
-            pairs.append(Pair(name, date, lead, parts[name].rows, forecast, own, everywhere, means))
+            source, own, everywhere, means = self.sources[name], truth, whole, clim
+            if len(rows[name]) < len(truth):
+                own, means = truth[rows[name]], None if clim is None else clim[rows[name]]
+                everywhere = own if truth is whole else whole[rows[name]]
+            own_rows = list(map(source.variables.index, source.parts[group]))
+            pairs.append(Pair(name, date, lead, own_rows, forecast, own, everywhere, means))
         return pairs
 
 
 def field_bytes(grid: Grid, variables: int) -> int:
     """Return the bytes of a field of so many variables in float32."""
     return 4 * variables * grid.shape[0] * grid.shape[1]
-
-
-def group_by_name(variables: Sequence[str]) -> Iterator[list[str]]:
-    """Yield variables in groups that differ in their level alone: one array has them."""
-    names = {name: split_name(name)[0] for name in variables}
-    for _, group in groupby(sorted(variables, key=names.__getitem__), key=names.__getitem__):
-        yield list(group)
 
 
 def mask_missing(truth: Tensor, fields: Tensor, rows: Sequence[int]) -> Tensor:
@@ -304,35 +272,18 @@ def mask_missing(truth: Tensor, fields: Tensor, rows: Sequence[int]) -> Tensor:
     return masked
 
 
-def unit_converter(
-    variables: Sequence[str], theirs: Callable[[str], str], ours: Mapping[str, str]
-) -> Callable[[np.ndarray, Sequence[str]], np.ndarray]:
-    """Return the function that converts fields (..., V, H, W) of some of the variables from one source's
-    units to the truth's.
+def check_units(source: ForecastFields | Archive | Climatology, units: Mapping[str, str]) -> None:
+    """Raise DataError unless a source has its variables in these units, those of the truth, or names none.
 
-    Units that a source does not name are taken for the truth's. Raises DataError for a pair of units that
-    datasets.variables cannot convert.
+    Variables that the project knows are read in its own units, whatever the file has.
     """
-    pairs = {name: conversion_between(name, theirs(name), ours[name]) for name in variables}
-
-    def convert(fields: np.ndarray, some: Sequence[str]) -> np.ndarray:
-        if all(pairs[name] == UnitConversion() for name in some):
-            return fields
-        columns = zip(*(pairs[name] for name in some), strict=True)
-        factor, offset = (np.array(column, np.float32)[:, None, None] for column in columns)
-        return fields * factor + offset
-
-    return convert
-
-
-def conversion_between(name: str, theirs: str, ours: str) -> UnitConversion:
-    """Return the conversion of a variable's units, in either direction of the table. Raises DataError."""
-    if found := find_conversion(theirs, ours):
-        return found
-    if inverse := find_conversion(ours, theirs):
-        return UnitConversion(1 / inverse.factor, -inverse.offset / inverse.factor)
-    reason = f"{theirs!r} in what is scored and {ours!r} in the truth"
-    raise DataError(f"{name}: its units are {reason}, and there is no conversion; correct the attribute")
+    for name in {*source.variables} & {*units}:
+        theirs = source.units(name)
+        if find_conversion(theirs, units[name]) != UnitConversion():
+            reason = f"{theirs!r} in what is scored and {units[name]!r} in the truth"
+            raise DataError(
+                f"{name}: its units are {reason}, and there is no conversion; convert one of them"
+            )
 
 
 def _together(positions: np.ndarray, size: int) -> list[list[int]]:

@@ -1,6 +1,11 @@
-"""Plots of a run and of an evaluation: losses, scores against lead time, spectra, maps, reliability."""
+"""Plots of a run and of an evaluation: losses, scores against lead time, spectra, maps.
+
+Coastlines are the outline of the data's own land-sea mask, which may be of another planet, or else Natural
+Earth's (coastlines.csv, public domain). Shapes: H latitudes, W longitudes.
+"""
 
 from collections.abc import Mapping, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -14,16 +19,14 @@ import pandas as pd
 import xarray as xr
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import MaxNLocator
 
-from datasets.grid import Grid
-from datasets.variables import named_by, short_label
+from datasets.grid import Grid, latitude_bounds, longitude_bounds
+from datasets.variables import short_label
 from jobs.journal import read_records
-from verification.details import mean_over_latitudes
 from verification.evaluation import Evaluation
-from verification.maps import Land, draw_map, error_colors, field_colors
-from verification.report import DAY, GRAVITY
 from verification.score_tables import (
+    DAY,
+    combine,
     describe_dates,
     lead_hours,
     one_variable,
@@ -31,15 +34,9 @@ from verification.score_tables import (
     units_of,
     variable_names,
 )
+from verification.spectra import mean_over_latitudes
 from verification.validation import Example, Scores
 
-STYLES = {
-    "persistence": {"color": "C0", "marker": "s", "linestyle": "--"},
-    "damped persistence": {"color": "C2", "marker": "^", "linestyle": "--"},
-    "climatology": {"color": "0.4", "linestyle": ":"},
-    "training mean": {"color": "0.6", "linestyle": "-."},
-}
-COLORS = ("C3", "C1", "C4", "C5", "C6", "C8", "C9")  # of forecasts that are no baselines
 # Variables that are drawn first; others follow.
 HEADLINE = (
     "geopotential:500",
@@ -51,20 +48,20 @@ HEADLINE = (
     "wind_vector:850",
     "specific_humidity:700",
 )
-MAX_PANELS = 7  # and one of the number of dates
 MAX_MAPS = 4
+COASTLINES = Path(__file__).with_name("coastlines.csv")
+MAX_COLUMNS = 720  # of cells: a panel has fewer pixels, and nine of 1024 x 2048 take 1.1 GiB
+OUTLIERS = 0.1  # per cent at either end that the range of colours may leave out
 TITLES = {"rmse": "Root-mean-square error", "acc": "Anomaly correlation"}
-PUBLISHED = Path(__file__).with_name("published.csv")
 
 
 # -- what all plots have in common
 
 
 def build_panels(
-    count: int, title: str, columns: int = 4, size: tuple[float, float] = (3.6, 2.9)
+    count: int, title: str, columns: int = 1, size: tuple[float, float] = (8, 4)
 ) -> tuple[Figure, list[Axes]]:
     """Return a figure with `count` panels of a size in inches, in rows of at most `columns`."""
-    columns = min(columns, count)
     rows = -(-count // columns)
     whole = (size[0] * columns + 0.6, size[1] * rows + 0.9)
     figure, panels = plt.subplots(rows, columns, figsize=whole, squeeze=False, layout="constrained")
@@ -77,7 +74,7 @@ def build_panels(
 def save(figure: Figure, target: Path) -> None:
     """Write a figure as PNG, and close it."""
     target.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(target, dpi=110)
+    figure.savefig(target, dpi=110, bbox_inches="tight")
     plt.close(figure)
 
 
@@ -86,271 +83,171 @@ def label_with(variable: str, units: str) -> str:
     return f"{short_label(variable)} ({units})" if units else short_label(variable)
 
 
-def headline(names: Sequence[str], most: int = MAX_PANELS, chosen: Sequence[str] = ()) -> list[str]:
-    """Return the chosen variables, else at most `most`, the customary ones first."""
+def headline(names: Sequence[str], most: int = 8) -> list[str]:
+    """Return at most `most` variables, the customary ones first."""
     first = [name for name in HEADLINE if name in names]
-    return named_by(chosen, names) or list(dict.fromkeys([*first, *names]))[:most]
+    return list(dict.fromkeys([*first, *names]))[:most]
 
 
-def style(name: str, number: int) -> dict[str, Any]:
-    """Return the look of a curve: a baseline has its own, a forecast the next colour."""
-    own = STYLES.get(name, {"color": COLORS[number % len(COLORS)], "marker": "o"})
-    return {"label": name, "markersize": 3, **own}
+def plot_lines(
+    lines: Mapping[str, xr.DataArray], units: Sequence[str], title: str, target: Path, x: str, **look: Any
+) -> None:
+    """Draw curves (forecast, x) of each variable, in a panel each. units: of each variable."""
+    names = pd.Index(list(lines), name="variable")
+    whole = xr.concat([each.reset_coords(drop=True) for each in lines.values()], names)
+    panels = whole.plot.line(
+        x=x, hue="forecast", col="variable", col_wrap=min(4, len(names)), sharey=False, **look
+    )
+    for axes, name, own in zip(panels.axs.flat, names, units, strict=False):
+        axes.set(title=f"{name} ({own})" if own else name, ylabel="")
+        axes.grid(alpha=0.3)
+    panels.fig.suptitle(title, y=1, va="bottom")
+    save(panels.fig, target)
+
+
+def plot_by_lead(
+    scores: Mapping[str, xr.Dataset], metric: str, names: Sequence[str], title: str, target: Path
+) -> None:
+    """Draw a metric of some variables against the lead time. scores: by forecast."""
+    whole = combine(scores)
+    days = {"lead_time (days)": ("lead_time", (whole["lead_time"] / DAY).values)}
+    whole = whole.assign_coords(days).swap_dims(lead_time="lead_time (days)")
+    lines = {name: select(whole, metric, name) for name in names}
+    units = [units_of(whole, name, metric) for name in names]
+    plot_lines(lines, units, title, target, "lead_time (days)", marker="o", markersize=3)
 
 
 # -- of a run
 
 
 def plot_run(
-    folder: Path,
-    scores: Scores,
-    example: Example,
-    grid: Grid,
-    land: np.ndarray | None,
-    chosen: Sequence[str] = (),
+    folder: Path, scores: Scores, example: Example, grid: Grid, land: np.ndarray | None
 ) -> dict[str, Path]:
-    """Write the plots of a run into `folder`/plots; return the file of each by name.
-
-    chosen: the variables of maps, the first ones where none is named.
-    """
-    date, every = example
-    fields = {name: every[name] for name in chosen or list(every)[:MAX_MAPS]}
+    """Write the plots of a run into `folder`/plots; return the file of each by name."""
     files = {name: folder / f"plots/{name}.png" for name in ("loss", "rmse", "maps")}
-    figure, (axes,) = build_panels(1, f"Loss: {folder.name}", size=(8, 4))
-    draw_losses(axes, {"": read_records(folder / "metrics.jsonl")})
+    figure, (axes,) = build_panels(1, f"Loss: {folder.name}")
+    draw_losses(axes, read_records(folder / "metrics.jsonl"))
     save(figure, files["loss"])
     dates = describe_dates(scores.num_dates, scores.lead_hours)
     title = f"{TITLES['rmse']}, validation period: {dates}"
     plot_by_lead(scores.by_forecast, "rmse", scores.variables, title, files["rmse"])
-    plot_maps(date, fields, scores, grid, land, files["maps"])
+    plot_maps(example, scores, grid, land, files["maps"])
     return files
 
 
-def draw_losses(axes: Axes, records_of: Mapping[str, Sequence[dict[str, Any]]]) -> None:
-    """Draw training (lines) and validation loss (points) against the step; lines of metrics.jsonl by run."""
-    for number, (run, records) in enumerate(records_of.items()):
-        for key, label, line in (("loss", "training", "-"), ("val/loss", "validation", "o")):
-            points = [(r["step"], r[key]) for r in records if r.get(key) is not None]
-            if points:
-                text = f"{run} {label} ({points[-1][1]:.4f} at the end)".strip()
-                color = f"C{2 * number + (line == 'o')}"
-                axes.plot(*zip(*points, strict=True), line, markersize=4, color=color, label=text)
+def draw_losses(axes: Axes, records: Sequence[dict[str, Any]]) -> None:
+    """Draw training (line) and validation loss (points) of metrics.jsonl against the step."""
+    for key, label, line in (("loss", "training", "-"), ("val/loss", "validation", "o")):
+        points = [(each["step"], each[key]) for each in records if each.get(key) is not None]
+        if points:
+            text = f"{label} ({points[-1][1]:.4f} at the end)"
+            axes.plot(*zip(*points, strict=True), line, markersize=4, label=text)
     axes.set(xlabel="step", ylabel="loss (normalised units)", yscale="log")
     axes.grid(alpha=0.3, which="both")
-    axes.legend(fontsize=8)
+    axes.legend()
 
 
-def plot_maps(
-    date: np.datetime64,
-    fields: dict[str, tuple[np.ndarray, np.ndarray]],
-    scores: Scores,
-    grid: Grid,
-    land: np.ndarray | None,
-    target: Path,
-) -> None:
-    """Draw truth, forecast and error from one initial date; fields: variable -> (truth, forecast), (H, W)."""
-    hours, own_land = scores.lead_hours[0], None if land is None else Land(grid, land)
+def plot_maps(example: Example, scores: Scores, grid: Grid, land: np.ndarray | None, target: Path) -> None:
+    """Draw truth, forecast and error of the first variables, from one initial date."""
+    (date, fields), hours = example, scores.lead_hours[0]
     valid = str(date + np.timedelta64(hours, "h"))[:16]
     title = f"{hours} h forecast for {valid} UTC, from the analysis of {str(date)[:16]} UTC"
-    figure, panels = build_panels(3 * len(fields), title, columns=3, size=(4.5, 2.4))
-    for row, (variable, (truth, forecast)) in enumerate(fields.items()):
-        error, colors = forecast - truth, field_colors(truth, forecast)
+    names = list(fields)[:MAX_MAPS]
+    figure, panels = build_panels(3 * len(names), title, columns=3, size=(4.5, 2.4))
+    for row, variable in enumerate(names):
+        truth, forecast = fields[variable]
+        error, colors = forecast - truth, color_range(truth, forecast)
         label = label_with(variable, units_of(scores.by_forecast["model"], variable))
         rms = f"forecast - truth (unweighted RMS {np.sqrt(np.nanmean(error**2)):.3g})"
-        draw_map(panels[3 * row], grid, truth, f"truth: {label}", own_land, **colors)
-        draw_map(panels[3 * row + 1], grid, forecast, f"forecast: {label}", own_land, **colors)
-        draw_map(panels[3 * row + 2], grid, error, rms, own_land, **error_colors(error))
+        draw_map(panels[3 * row], grid, truth, f"truth: {label}", land, **colors)
+        draw_map(panels[3 * row + 1], grid, forecast, f"forecast: {label}", land, **colors)
+        draw_map(panels[3 * row + 2], grid, error, rms, land, **color_range(error, signed=True))
     save(figure, target)
 
 
-# -- scores against lead time
-
-
-def plot_by_lead(
-    scores: Mapping[str, xr.Dataset],
-    metric: str,
-    names: Sequence[str],
-    title: str,
-    target: Path,
-    compared: Evaluation | None = None,
+def draw_map(
+    axes: Axes, grid: Grid, field: np.ndarray, title: str, land: np.ndarray | None, **colors: Any
 ) -> None:
-    """Draw a metric against the lead time, a panel a variable, and the number of dates in the last panel.
+    """Draw a field (H, W) on its grid, in degrees, with coastlines and a colour bar."""
+    mesh = axes.pcolormesh(*thin(grid, field), shading="nearest", rasterized=True, **colors)
+    if land is not None:
+        axes.contour(*thin(grid, land), levels=[0.5], colors="k", linewidths=0.6)
+    else:
+        for shift in (-360, 0, 360):  # for maps that go on east or west of 180
+            axes.plot(coastlines()[:, 0] + shift, coastlines()[:, 1], color="k", linewidth=0.6)
+    east, north = longitude_bounds(grid.longitude), latitude_bounds(grid.latitude)
+    axes.set(xlim=(east[0], east[-1]), ylim=(north[-1], north[0]))
+    axes.set_title(title, fontsize=9)
+    axes.figure.colorbar(mesh, ax=axes, shrink=0.9, pad=0.01)
 
-    scores: by forecast. compared: the evaluation whose published scores are drawn in grey.
+
+def thin(grid: Grid, field: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Return longitudes, latitudes and values of every n-th cell: a mean would hide noise."""
+    every = -(-field.shape[1] // MAX_COLUMNS)
+    return grid.longitude[::every], grid.latitude[::every], field[::every, ::every]
+
+
+@cache
+def coastlines() -> np.ndarray:
+    """Return points (n, 2) in degrees east, -180 to 180, and north; NaN between lines."""
+    return np.genfromtxt(COASTLINES, delimiter=",", skip_header=3)
+
+
+def color_range(*fields: np.ndarray, signed: bool = False) -> dict[str, Any]:
+    """Return one range of colours for fields that are compared, with 0 in the middle if they are `signed`, as
+    errors are, or have both signs, as winds have.
     """
-    first = next(iter(scores.values()))
-    figure, panels = build_panels(len(names) + 1, title)
-    for number, (label, dataset) in enumerate(scores.items()):
-        draw_by_lead(panels[-1], dataset["num_dates"], label, number)
-        for axes, name in zip(panels, names, strict=False):
-            if name in variable_names(dataset) and metric in dataset["metric"]:
-                draw_by_lead(axes, select(dataset, metric, name), label, number)
-    for axes, name in zip(panels, names, strict=False):
-        draw_published(axes, published(compared, name, metric) if compared else {})
-        label_axes(axes, name, metric, units_of(first, name))
-    panels[-1].set(title="initial dates with a truth", xlabel="lead time (days)", ylim=(0, None))
-    panels[-1].yaxis.set_major_locator(MaxNLocator(integer=True))
-    panels[-1].grid(alpha=0.3)
-    legends = [axes.get_legend_handles_labels() for axes in panels]
-    handles = {text: line for lines, texts in legends for line, text in zip(lines, texts, strict=True)}
-    figure.legend(handles.values(), handles.keys(), loc="outside lower center", ncols=4, fontsize=8)
-    save(figure, target)
-
-
-def draw_by_lead(axes: Axes, scores: xr.DataArray, label: str, number: int) -> None:
-    """Draw a curve (L,), unless it has no finite value and would be an empty entry of the legend."""
-    if np.isfinite(scores).any():
-        axes.plot(scores["lead_time"] / DAY, scores, **style(label, number))
-
-
-def label_axes(axes: Axes, name: str, metric: str, units: str) -> None:
-    """Set title and labels; geopotential gets a second axis in geopotential metres."""
-    axes.set(title=name.replace("_", " "), xlabel="lead time (days)")
-    axes.grid(alpha=0.3)
-    if metric == "acc":
-        return
-    axes.set(ylabel=units, ylim=(0, None))
-    if units == "m2 s-2":
-        scale = (lambda x: x / GRAVITY, lambda x: x * GRAVITY)
-        axes.secondary_yaxis("right", functions=scale).set_ylabel("gpm", fontsize=8)
-
-
-def published(evaluation: Evaluation, variable: str, metric: str) -> dict[str, pd.DataFrame]:
-    """Return label -> published scores of a variable ("geopotential:500") by lead time, from published.csv.
-
-    Only those that are comparable: of the globe, on a grid of the same spacing, in years that include all
-    initial dates.
-    """
-    if evaluation.bias is None or "global" not in evaluation.scores["region"]:
-        return {}
-    spacing = float(np.abs(np.diff(evaluation.bias["latitude"].values)).mean())
-    years = evaluation.by_date["time"].dt.year.values
-    every = pd.read_csv(PUBLISHED, dtype={"year": str})
-    first, last = (every["year"].str.split("-").str[end].astype(int) for end in (0, -1))
-    same_grid = np.isclose(every["grid"].str.split().str[0].astype(float), spacing, rtol=0.02)
-    rows = every[same_grid & (first <= years.min()) & (last >= years.max())]
-    rows = rows.query("variable == @variable and metric == @metric")
-    labels = rows["forecast"] + ", " + rows["grid"] + ", " + rows["year"]
-    return {str(label): own.sort_values("lead_hours") for label, own in rows.groupby(labels, sort=False)}
-
-
-def draw_published(axes: Axes, scores: Mapping[str, pd.DataFrame]) -> None:
-    """Draw published scores in grey, those inside the axes only, which stay as they are."""
-    (west, east), (south, north) = axes.get_xlim(), axes.get_ylim()
-    for marker, (label, rows) in zip("xv+d1" * len(scores), scores.items(), strict=False):
-        inside = (rows["lead_hours"] / 24).between(west, east) & rows["value"].between(south, north)
-        if inside.any():
-            days, values = rows["lead_hours"][inside] / 24, rows["value"][inside]
-            axes.plot(days, values, label=label, color="0.6", linestyle="", marker=marker)
-    axes.set(xlim=(west, east), ylim=(south, north))
+    values = np.concatenate([field[np.isfinite(field)] for field in fields])
+    low, high = np.percentile(values, [OUTLIERS, 100 - OUTLIERS]) if len(values) else (-1.0, 1.0)
+    bound = max(-low, high)
+    if signed or min(-low, high) > 0.1 * bound:
+        return {"vmin": -(bound or 1.0), "vmax": bound or 1.0, "cmap": "RdBu_r"}
+    return {"vmin": low, "vmax": high, "cmap": "viridis"}
 
 
 # -- of an evaluation
 
 
-def plot_evaluation(
-    evaluations: Mapping[str, Evaluation], folder: Path, chosen: Sequence[str], land: Land | None
-) -> None:
-    """Write the plots of an evaluation into a folder; of bias and reliability only the first forecast's.
-
-    chosen: variables, those of HEADLINE where none is named.
-    """
+def plot_evaluation(evaluations: Mapping[str, Evaluation], folder: Path) -> None:
+    """Write the plots of an evaluation into a folder."""
     scores = {name: evaluation.scores for name, evaluation in evaluations.items()}
-    name, first = next(iter(evaluations.items()))
+    first = next(iter(evaluations.values()))
     for metric, title in TITLES.items():
         if metric in first.scores["metric"]:
             every = variable_names(first.scores)
-            scored = [each for each in every if np.isfinite(select(first.scores, metric, each)).any()]
-            names, title = headline(scored, chosen=chosen), f"{title}, {describe(evaluations)}"
-            plot_by_lead(scores, metric, names, title, folder / f"{metric}.png", first)
+            names = [each for each in every if np.isfinite(select(first.scores, metric, each)).any()]
+            if names:
+                whole = f"{title}, {describe(first)}"
+                plot_by_lead(scores, metric, headline(names), whole, folder / f"{metric}.png")
     if spectra := {name: each.spectra for name, each in evaluations.items() if each.spectra is not None}:
-        example = next(iter(spectra.values()))
-        names = headline(variable_names(example), 6, chosen)
-        plot_spectra(spectra, f"Zonal energy {at_last(example)}", folder / "spectra.png", names)
-    plot_bias(name, first, folder / "bias.png", chosen, land)
-    if first.ranks is not None:
-        plot_reliability(name, first, folder / "reliability.png", chosen)
+        plot_spectra(spectra, folder / "spectra.png")
 
 
-def describe(evaluations: Mapping[str, Evaluation]) -> str:
-    """Return the period and number of dates by lead, for titles; of other forecasts if they differ."""
-    name, first = next(iter(evaluations.items()))
-    times = first.by_date["time"].values
-    dates = {
-        name: describe_dates(each.scores["num_dates"].values.tolist(), lead_hours(each.scores))
-        for name, each in evaluations.items()
-    }
-    differing = [f"; {other}: {each}" for other, each in dates.items() if each != dates[name]]
-    where = "" if (region := first.by_date["region"].item(0)) == "global" else f"{region}: "
-    return f"{where}{dates[name]}, {str(times[0])[:10]} to {str(times[-1])[:10]}{''.join(differing)}"
+def describe(evaluation: Evaluation) -> str:
+    """Return the region, period and number of dates by lead, for titles."""
+    times, scores = evaluation.by_date["time"].values, evaluation.scores
+    dates = describe_dates(scores["num_dates"].values.tolist(), lead_hours(scores))
+    region = evaluation.by_date["region"].item(0)
+    return f"{region}: {dates}, {str(times[0])[:10]} to {str(times[-1])[:10]}"
 
 
-def at_last(details: xr.Dataset) -> str:
-    """Return the longest lead of maps, spectra or ranks and its number of initial dates, for titles."""
-    return f"at {lead_hours(details)[-1]} h, {int(details['num_dates'][-1])} initial dates"
-
-
-def plot_spectra(spectra: Mapping[str, xr.Dataset], title: str, target: Path, names: Sequence[str]) -> None:
-    """Draw zonal energy at the longest lead, mean over 30 to 60 degrees of both hemispheres, and the truth's.
+def plot_spectra(spectra: Mapping[str, xr.Dataset], target: Path) -> None:
+    """Draw zonal energy, mean over 30 to 60 degrees of both hemispheres, of forecasts and the truth.
 
     spectra: `Evaluation.spectra` by forecast.
     """
-    at_end = {name: each.isel(lead_time=-1) for name, each in spectra.items()}
-    first = next(iter(at_end.values()))
-    figure, panels = build_panels(len(names), title)
-    for axes, name in zip(panels, names, strict=True):
-        draw_spectrum(axes, first, "truth", name, {"label": "truth", "color": "k", "linewidth": 1})
-        for number, (label, each) in enumerate(at_end.items()):
-            if name in variable_names(each):
-                draw_spectrum(axes, each, "forecast", name, style(label, number))
-        axes.set(title=name.replace("_", " "), xlabel="wavelength (km)", xscale="log", yscale="log")
-        axes.set_ylabel(units_of(first, name), fontsize=8)
-        axes.invert_xaxis()
-        axes.grid(alpha=0.3, which="both")
-    panels[0].legend(fontsize=8)
-    save(figure, target)
-
-
-def draw_spectrum(axes: Axes, spectra: xr.Dataset, source: str, name: str, look: dict[str, Any]) -> None:
-    mean = mean_over_latitudes(one_variable(spectra, name).sel(source=source))
-    if (mean.values[1:] > 0).any():  # others cannot be drawn on logarithmic axes
-        axes.plot(mean["wavelength"].values[1:] / 1000, mean.values[1:], **{**look, "marker": ""})
-
-
-def plot_bias(
-    name: str, evaluation: Evaluation, target: Path, chosen: Sequence[str], land: Land | None
-) -> None:
-    """Draw maps of forecast - truth, mean over the dates, at the longest detailed lead."""
-    assert evaluation.bias is not None
-    bias = evaluation.bias.isel(lead_time=-1)
-    names = headline(variable_names(bias), 6, chosen)
-    grid = Grid(bias["latitude"].values, bias["longitude"].values)
-    title = f"Bias of {name} (forecast - truth) {at_last(evaluation.bias)}"
-    figure, panels = build_panels(len(names), title, columns=2, size=(7, 3))
-    for axes, variable in zip(panels, names, strict=True):
-        field = one_variable(bias, variable).values
-        draw_map(
-            axes, grid, field, label_with(variable, units_of(bias, variable)), land, **error_colors(field)
-        )
-    save(figure, target)
-
-
-def plot_reliability(name: str, evaluation: Evaluation, target: Path, chosen: Sequence[str]) -> None:
-    """Draw spread and RMSE of the ensemble mean over lead time, and the ranks of the truth."""
-    assert evaluation.ranks is not None
-    scores, ranks = evaluation.scores, evaluation.ranks.isel(lead_time=-1)
-    names = headline(variable_names(ranks), 4, chosen)
-    title = f"Ensemble {name}: spread and error, {describe({name: evaluation})}"
-    figure, panels = build_panels(2 * len(names), title, columns=len(names), size=(3.4, 2.6))
-    days = scores["lead_time"] / DAY
-    for above, below, variable in zip(panels, panels[len(names) :], names, strict=False):
-        for metric, line in (("rmse", "-"), ("spread", "--")):
-            above.plot(days, select(scores, metric, variable), f"C3{line}", label=metric)
-        label_axes(above, variable, "spread", units_of(scores, variable))
-        counts = one_variable(ranks, variable)
-        below.bar(counts["rank"], counts * counts.sizes["rank"], color="0.6")
-        below.axhline(1, color="k", linewidth=0.8)
-        below.set(xlabel="members below the truth", ylabel="frequency (1: reliable)")
-        below.set_title(at_last(evaluation.ranks), fontsize=8)
-    panels[0].legend()
-    save(figure, target)
+    first, lines = next(iter(spectra.values())), {}
+    for name in headline(variable_names(first)):
+        of_variable = {each: one for each, one in spectra.items() if name in variable_names(one)}
+        own = {each: one_variable(one, name).sel(source="forecast") for each, one in of_variable.items()}
+        own["truth"] = one_variable(first, name).sel(source="truth")
+        means = [
+            mean_over_latitudes(each.isel(lead_time=-1)).reset_coords(drop=True) for each in own.values()
+        ]
+        mean = xr.concat(means, pd.Index(list(own), name="forecast")).isel(frequency=slice(1, None))
+        mean = mean.where(mean > 0).assign_coords({"wavelength (km)": 1e-3 / mean["frequency"]})
+        lines[name] = mean.swap_dims(frequency="wavelength (km)")
+    dates, units = int(first["num_dates"][-1]), [units_of(first, name) for name in lines]
+    title = f"Zonal energy at {lead_hours(first)[-1]} h, {dates} initial dates"
+    look = {"xscale": "log", "yscale": "log", "xincrease": False}
+    plot_lines(lines, units, title, target, "wavelength (km)", **look)

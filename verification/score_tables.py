@@ -1,14 +1,21 @@
-"""Scores as xarray Datasets in WeatherBench2's form: a data variable a variable, levels as a dimension."""
+"""Scores as xarray Datasets in WeatherBench2's form, a data variable a variable, levels as a dimension, and
+as tables of text and CSV.
+"""
 
 import re
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pandas as pd
 import xarray as xr
 
 from datasets.variables import group_levels, split_name, units
 
+GRAVITY = 9.80665  # m s-2: geopotential over it is in geopotential metres
+LEADS_SHOWN = 6  # of a table that are not whole days; CSV and NetCDF have all
+DAY = np.timedelta64(24, "h")
 # Metrics without units, and those in the square of their variable's.
 PURE = (
     "acc",
@@ -53,25 +60,18 @@ def by_variable(
 def combine(parts: Mapping[str, xr.Dataset]) -> xr.Dataset:
     """Return scores by forecast with a dimension `forecast` first, NaN (no dates) where one has less.
 
-    Coordinates `num_dates` (forecast, lead_time), and `power` (metric) of the variable's units.
+    Coordinate `num_dates` (forecast, lead_time).
     """
     index = xr.DataArray(list(parts), dims="forecast", name="forecast")
     datasets = [part.reset_coords("num_dates") for part in parts.values()]
     joined: Any = {"join": "outer", "combine_attrs": "override", "compat": "override"}
     # Forecasts of surface variables alone have no level.
     whole = xr.concat(datasets, dim=index, data_vars="all", coords="minimal", **joined)
-    whole["num_dates"] = whole["num_dates"].fillna(0).astype(int)
-    power = [power_of_units(metric) for metric in whole["metric"].values]
-    return whole.set_coords("num_dates").assign_coords(power=("metric", power))
+    return whole.assign_coords(num_dates=whole["num_dates"].fillna(0).astype(int))
 
 
-def power_of_units(metric: str) -> int:
-    """Return the power to which a metric has its variable's units: "rmse" 1, "mse" 2, "acc" 0."""
-    return 0 if metric in PURE else 2 if metric in SQUARES else 1
-
-
-def lead_hours(scores: xr.Dataset) -> list[int]:
-    """Return the leads of a Dataset of scores in hours."""
+def lead_hours(scores: xr.Dataset | xr.DataArray) -> list[int]:
+    """Return the leads of scores in hours."""
     return [int(lead / np.timedelta64(1, "h")) for lead in scores["lead_time"].values]
 
 
@@ -105,8 +105,8 @@ def select(scores: xr.Dataset, metric: str, variable: str) -> xr.DataArray:
 
 def units_of(scores: xr.Dataset, variable: str, metric: str = "") -> str:
     """Return the units of a variable, or of a metric of it: K, K2 of the mse; "" of a pure number."""
-    own, power = str(scores[split_name(variable)[0]].attrs.get("units", "")), power_of_units(metric)
-    return own if power == 1 else squared(own) if power == 2 else ""
+    own = str(scores[split_name(variable)[0]].attrs.get("units", ""))
+    return "" if metric in PURE else squared(own) if metric in SQUARES else own
 
 
 def squared(units: str) -> str:
@@ -120,3 +120,52 @@ def describe_dates(num_dates: Sequence[int], lead_hours: Sequence[int]) -> str:
     if len(set(num_dates)) == 1:
         return f"{num_dates[0]} initial dates"
     return f"{num_dates[0]} initial dates at {lead_hours[0]} h, {num_dates[-1]} at {lead_hours[-1]} h"
+
+
+def table(scores: Mapping[str, xr.Dataset], metric: str, title: str) -> str:
+    """Return a row a variable and lead with the number of dates ("46-47": fewest and most of a forecast), a
+    column a forecast. Geopotential also in geopotential metres. Leads without any date are left out.
+    """
+    first, whole, parts = next(iter(scores.values())), combine(scores), list[pd.DataFrame]()
+    counts = first.sel(metric="num_dates").to_array()
+    scored = (counts > 0).any([dim for dim in counts.dims if dim != "lead_time"])
+    leads = shown_leads(first["lead_time"].values[scored.values])
+    for name in variable_names(first):
+        values, dates = (select(whole, each, name).sel(lead_time=leads) for each in (metric, "num_dates"))
+        if metric != "rmse" and values.isnull().all():  # an RMSE that is not finite is shown as nan
+            continue
+        rows: Any = values.transpose("lead_time", "forecast").to_pandas()
+        between = zip(dates.min("forecast").values, dates.max("forecast").values, strict=True)
+        rows.insert(0, "dates", ["-".join(map("{:.0f}".format, sorted({*ends}))) for ends in between])
+        rows.insert(0, "lead", [f"{hours} h" for hours in lead_hours(values)])
+        rows.insert(0, metric.upper(), name)
+        rows["units"] = units_of(first, name, metric)
+        parts.append(rows)
+        if rows["units"].iat[0] == "m2 s-2":
+            last = rows.iloc[[-1]].assign(units="gpm")
+            parts.append(last.assign(**{each: last[each] / GRAVITY for each in scores}))
+    whole = pd.concat(parts) if parts else pd.DataFrame(columns=[metric.upper(), *scores])
+    return f"{title}\n{whole.to_string(index=False, float_format='{:.4g}'.format)}"
+
+
+def shown_leads(leads: np.ndarray) -> np.ndarray:
+    """Return all of a few leads; of many the first, every whole day, and the last."""
+    if len(leads) <= LEADS_SHOWN:
+        return leads
+    return leads[(leads % DAY == np.timedelta64(0, "h")) | np.isin(leads, leads[[0, -1]])]
+
+
+def write_csv(scores: xr.Dataset, target: Path) -> None:
+    """Write a row a number of combined scores, with its units and number of initial dates."""
+    columns = ["forecast", "metric", "region", "variable", "level", "lead_hours", "value", "units"]
+    parts = []
+    for name, array in scores.reset_coords("num_dates", drop=True).data_vars.items():
+        values, num_dates = array.drop_sel(metric="num_dates"), array.sel(metric="num_dates", drop=True)
+        table = xr.Dataset({"value": values, "num_dates": num_dates}).to_dataframe()
+        parts.append(table.reset_index().assign(variable=name))
+    rows = pd.concat(parts).reindex(columns=[*columns, "lead_time", "num_dates"])
+    rows = rows[np.isfinite(rows["value"])].astype({"num_dates": int, "level": "Int64"})
+    rows["lead_hours"] = rows["lead_time"] // np.timedelta64(1, "h")
+    pairs = zip(rows["variable"], rows["metric"], strict=True)
+    rows["units"] = [units_of(scores, variable, metric) for variable, metric in pairs]
+    rows.to_csv(target, columns=[*columns, "num_dates"], index=False, lineterminator="\r\n")

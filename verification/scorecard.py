@@ -1,58 +1,50 @@
 """One forecast against another: relative difference of RMSE by variable, level and lead.
 
-Blue is better. A dot: the 95 % interval of a bootstrap over initial dates excludes 0. Both forecasts are
+Significant: the 95 % interval of a bootstrap over initial dates excludes 0. Both forecasts are
 scored on the same dates, and dates are drawn for both together (paired): what a hard day adds to both cancels
 in the difference. Blocks of consecutive dates are drawn, because consecutive dates are alike and single ones
 would give intervals that are too narrow (Kuensch 1989, moving blocks). Shapes: n dates; N resamples.
 """
 
-import logging
 import math
+from collections.abc import Mapping
 from pathlib import Path
 
-import matplotlib.pyplot as plt
 import numpy as np
 import pandas as pd
 import xarray as xr
 
-from datasets.variables import short_label
 from errors import DataError
 from verification.evaluation import Evaluation
-from verification.plots import save
-from verification.report import shown_leads
 from verification.score_tables import lead_hours, one_variable, variable_names
 
-logger = logging.getLogger(__name__)
 BOUND = 50.0  # per cent, where colours end
-MAX_NUMBERS = 16  # columns that all have numbers
-FULL_CELL, NARROW_CELL = 0.55, 0.25  # inches
 BLOCK_DAYS = 5  # weather remembers about so long
 MIN_BLOCKS = 6  # from fewer the interval of a bootstrap is too narrow
 RESAMPLES, CONFIDENCE = 1000, 0.95
 
 
-def build_scorecard(first: str, second: str, evaluations: dict[str, Evaluation]) -> pd.DataFrame:
+def build_scorecard(first: str, second: str, evaluations: Mapping[str, Evaluation]) -> pd.DataFrame:
     """Return `first` relative to `second`, over what both have: a row a variable and lead.
 
     Columns first, second, variable, lead_hours, percent (below 0 the first has the smaller error),
     significant (1 or 0; 0 also where the dates are fewer than `dates_needed`), num_dates that both have.
     Attribute `dates_needed`. Raises DataError if both have nothing in common.
     """
-    ours, theirs = evaluations[first].by_date, evaluations[second].by_date
-    block = dates_of_block(ours)
-    compared = compare(theirs, ours, max(1, min(block, ours.sizes["time"] // 4))).isel(region=0)
-    both = xr.align(*(each.sel(metric="mse").isel(region=0) for each in (ours, theirs)), join="inner")
-    dates = (both[0].notnull() & both[1].notnull()).sum("time")
-    parts = []
-    for name in variable_names(compared):
-        difference, lower, upper = one_variable(compared, name).transpose("quantity", "lead_time").values
-        columns = {"variable": name, "lead_hours": lead_hours(compared), "percent": 100 * difference}
-        columns["num_dates"] = one_variable(dates, name).values
-        outside = (lower > 0) | (upper < 0)
-        columns["significant"] = (outside & (columns["num_dates"] >= MIN_BLOCKS * block)).astype(int)
+    own = (evaluations[name].by_date.sel(metric="mse").isel(region=0) for name in (first, second))
+    ours, theirs = xr.align(*own, join="inner")
+    names = [name for name in variable_names(ours) if name in variable_names(theirs)]
+    if not names or not ours.sizes["time"] or not ours.sizes["lead_time"]:
+        raise DataError(f"{first} and {second} have no variable, date and lead in common: nothing to compare")
+    block, parts = dates_of_block(ours), []
+    for name in names:
+        a, b = (one_variable(each, name).transpose("lead_time", "time").values for each in (ours, theirs))
+        difference, lower, upper = bootstrap(b, a, max(1, min(block, ours.sizes["time"] // 4))).T
+        num_dates = (~np.isnan(a + b)).sum(axis=1)
+        columns = {"variable": name, "lead_hours": lead_hours(ours), "percent": 100 * difference}
+        outside = ((lower > 0) | (upper < 0)) & (num_dates >= MIN_BLOCKS * block)
+        columns |= {"significant": outside.astype(int), "num_dates": num_dates}
         parts.append(pd.DataFrame({"first": first, "second": second, **columns}))
-    if not parts:
-        raise DataError(f"{first} and {second} have no date and lead in common: nothing to compare")
     card = pd.concat(parts, ignore_index=True)
     card.attrs["dates_needed"] = MIN_BLOCKS * block
     return card
@@ -98,64 +90,15 @@ def bootstrap(first: np.ndarray, second: np.ndarray, block_length: int) -> np.nd
     return np.stack([difference[..., 0], *limits], axis=-1)
 
 
-def compare(first: xr.Dataset, second: xr.Dataset, block_length: int) -> xr.Dataset:
-    """Return the `bootstrap` of two `Evaluation.by_date`, for all variables that both have.
-
-    Dims (region, lead_time[, level], quantity), quantity: difference, lower, upper. Leads, regions, levels
-    and dates are those that both have; raises DataError if there are none.
-    """
-    names = [name for name in first.data_vars if name in second.data_vars]
-    if not names:
-        raise DataError("the two forecasts have no variable in common: nothing to compare")
-    pair = xr.align(*(each[names].sel(metric="mse", drop=True) for each in (first, second)), join="inner")
-    if not pair[0].sizes["time"] or not pair[0].sizes["lead_time"]:
-        raise DataError("the two forecasts have no initial date and lead in common: score them on the same")
-    compared = xr.apply_ufunc(
-        lambda a, b: bootstrap(a, b, block_length),
-        *pair,
-        input_core_dims=[["time"], ["time"]],
-        output_core_dims=[["quantity"]],
-    )
-    return compared.assign_coords(quantity=["difference", "lower", "upper"])
-
-
-def plot_scorecard(card: pd.DataFrame, target: Path) -> None:
-    """Draw variables as rows, leads with their number of dates as columns, per cent as colours and numbers.
-
-    Of many leads every cell has its colour, but only the columns that are labelled have numbers.
-    """
-    table = card.replace(np.inf, np.nan).pivot(index="variable", columns="lead_hours")
-    table = table.loc[card["variable"].unique()]
-    percent, leads = table["percent"], table["percent"].columns.to_numpy()
-    numbered = leads if len(leads) <= MAX_NUMBERS else shown_leads(leads.astype("timedelta64[h]")).astype(int)
-    ticks = np.flatnonzero(np.isin(leads, numbered))
-    width = FULL_CELL if len(ticks) == len(leads) else NARROW_CELL
-    size = (max(6.0, width * len(leads) + 2.6), 0.36 * len(percent) + 2.0)
-    figure, axes = plt.subplots(figsize=size, layout="constrained")
-    mesh = axes.imshow(percent, cmap="RdBu_r", vmin=-BOUND, vmax=BOUND, aspect="auto")
-    for (row, column), value in np.ndenumerate(percent.to_numpy()):
-        if np.isfinite(value):
-            text = f"{value:.0f}" * (column in ticks) + "•" * bool(table["significant"].iat[row, column])
-            color = "w" if abs(value) > 0.7 * BOUND else "k"
-            axes.text(column, row, text, ha="center", va="center", fontsize=7, color=color)
-    dates = table["num_dates"].max()
-    axes.set_xticks(ticks, [f"{leads[i]}\n{int(dates.iloc[i])}" for i in ticks], fontsize=7)
-    axes.set_yticks(range(len(percent)), [short_label(name) for name in percent.index], fontsize=8)
-    axes.set_xlabel("lead time (h), and below it the number of initial dates")
-    first, second, needed = card["first"][0], card["second"][0], card.attrs["dates_needed"]
-    note = f"•: 95 % of resamples agree (tested from {needed} dates on)"
-    axes.set_title(
-        f"RMSE of {first} relative to {second} (%)\nbelow 0: {first} is better; {note}", fontsize=9
-    )
-    figure.colorbar(mesh, ax=axes, shrink=0.8, label="%", extend="both")
-    save(figure, target)
-
-
 def write_scorecard(card: pd.DataFrame, folder: Path) -> None:
-    """Write the scorecard as CSV and as a picture."""
-    finite = card[np.isfinite(card["percent"])]
-    if left := len(card) - len(finite):
-        reason = "a forecast is broken, or no date is common"
-        logger.warning("scorecard: %d of %d rows have no number: %s", left, len(card), reason)
+    """Write the scorecard as CSV, and as an HTML table of coloured per cents, bold where significant."""
+    finite = card[np.isfinite(card["percent"])]  # others: a forecast is broken, or no date is common
     finite.to_csv(folder / "scorecard.csv", index=False, float_format="%.4f", lineterminator="\r\n")
-    plot_scorecard(card, folder / "scorecard.png")
+    table = finite.pivot(index="variable", columns="lead_hours").reindex(finite["variable"].unique())
+    weights = table["significant"].map(lambda significant: "font-weight: bold" * (significant == 1))
+    style = table["percent"].style.apply(lambda _: weights, axis=None)
+    style.background_gradient("RdBu_r", axis=None, vmin=-BOUND, vmax=BOUND).format("{:.0f}", na_rep="")
+    names, needed = " relative to ".join(card.loc[0, ["first", "second"]]), card.attrs["dates_needed"]
+    note = f"below 0: better; bold: 95 % of resamples agree (tested from {needed} initial dates on)"
+    style.set_caption(f"RMSE of {names} (%), by lead in hours; {note}")
+    (folder / "scorecard.html").write_text(style.to_html())

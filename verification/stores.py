@@ -1,17 +1,35 @@
-"""Stores of forecasts and climatologies in WeatherBench2's schema, created empty."""
+"""Stores of forecasts and climatologies in WeatherBench2's schema; forecasts are written while the model
+computes.
 
+    forecast.zarr/                   (time, prediction_timedelta[, number][, level], latitude, longitude)
+        geopotential/c/0/3/0/0/0     a chunk: one variable of one date (and member) at one lead, all levels
+        forecast_status/c/0/0     of a date (and member) that has all its leads, what became of each of them
+
+A chunk gets its name when it is whole, so that xarray can open the store at any time: what is not written yet
+is NaN, and its status "not_computed". Metadata are consolidated. Shapes: B states, V variables, H latitudes,
+W longitudes.
+"""
+
+import json
+import os
+import shutil
 import warnings
+from collections import deque
 from collections.abc import Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import xarray as xr
 import zarr
+from torch import Tensor
 from zarr.codecs import BloscCodec
 
 from datasets.grid import Grid
 from datasets.variables import STANDARD_NAMES, group_levels, split_name, units
+from errors import ConfigError, DataError
 
 # Attributes of coordinates and stores by the CF conventions, which other tools find them by.
 CONVENTIONS = {"Conventions": "CF-1.11"}
@@ -32,6 +50,9 @@ STATUS_FLAGS = {
     "flag_meanings": "not_computed computed diverged no_initial_analysis",
 }
 COMPRESSOR = BloscCodec(cname="lz4", clevel=5, shuffle="shuffle", typesize=4)  # WeatherBench2's
+ATTRIBUTE = "rossby"  # of the store: what it is a forecast of
+NUM_THREADS = 8  # a rank's that compress and write; numcodecs lets go of the interpreter meanwhile
+LEADS_IN_FLIGHT = 2  # of this rank, on the device or being written: more would only fill memory
 
 
 def all_levels(variables: Sequence[str]) -> list[int]:
@@ -63,20 +84,34 @@ def create_store(
     empty.to_zarr(path, mode="w", zarr_format=3, consolidated=False)
     for name, own in group_levels(variables).items():
         known = {"standard_name": STANDARD_NAMES[name]} if name in STANDARD_NAMES else {}
+        about = {"units": units(name) or given.get(name, ""), **known}
         dims = [*axes, *["level"] * (None not in own), "latitude", "longitude"]
-        zarr.create_array(
-            str(path),
-            name=name,
-            shape=tuple(empty.sizes[dim] for dim in dims),
-            chunks=tuple(chunks.get(dim, empty.sizes[dim]) for dim in dims),
-            dtype="float32",
-            compressors=COMPRESSOR,
-            fill_value=np.nan,
-            zarr_format=3,
-            dimension_names=dims,
-            attributes={"units": units(name) or given.get(name, ""), **known},
-        )
+        create_array(path, name, {dim: empty.sizes[dim] for dim in dims}, chunks, "float32", np.nan, about)
     consolidate(path)
+
+
+def create_array(
+    path: str | Path,
+    name: str,
+    sizes: Mapping[str, int],
+    chunks: Mapping[str, int],
+    dtype: str,
+    fill_value: float,
+    attributes: Mapping[str, Any],
+) -> None:
+    """Create an array of fill values in a store. sizes: of its dimensions; chunks: as in `create_store`."""
+    zarr.create_array(
+        str(path),
+        name=name,
+        shape=tuple(sizes.values()),
+        chunks=tuple(chunks.get(dim, size) for dim, size in sizes.items()),
+        dtype=dtype,
+        compressors=COMPRESSOR,
+        fill_value=fill_value,
+        zarr_format=3,
+        dimension_names=list(sizes),
+        attributes=dict(attributes),
+    )
 
 
 def consolidate(path: str | Path) -> None:
@@ -85,6 +120,160 @@ def consolidate(path: str | Path) -> None:
         zarr.consolidate_metadata(str(path), zarr_format=3)
 
 
-def attributes_of(path: str | Path) -> dict[str, Any]:
-    """Return the attributes of a store. Raises OSError, ValueError, KeyError or TypeError."""
-    return dict(zarr.open_group(str(path), mode="r", use_consolidated=False).attrs)
+@dataclass(frozen=True, eq=False)
+class StoreIndex:
+    """Content of a store. leads: hours after the initial date."""
+
+    variables: Sequence[str]
+    grid: Grid
+    dates: np.ndarray  # (n,) datetime64[s], initial dates, ascending
+    leads: Sequence[int]
+    num_members: int = 1
+    units: Mapping[str, str] = field(default_factory=dict)  # of each variable
+
+
+class ForecastStore:
+    """A store on disk that rank 0 creates; then every rank writes chunks of its own.
+
+    With a `target` that ends in .nc the store is beside it, and becomes that file at the end.
+    """
+
+    def __init__(self, target: Path, index: StoreIndex) -> None:
+        self.target, self.index, self.is_netcdf = target, index, target.suffix == ".nc"
+        self.path = Path(f"{target}.zarr") if self.is_netcdf else target
+        self.arrays, self.levels = group_levels(index.variables), all_levels(index.variables)
+        self.opened: dict[str, zarr.Array] = {}
+
+    def create(self, about: dict[str, Any]) -> None:
+        """Make the store, or go on with the one that is there. Raises ConfigError if that is another one."""
+        if self.is_written or self.path.exists():
+            self._check_same(about)
+        else:
+            self._create(about)
+        if self.is_written:
+            shutil.rmtree(self.path, ignore_errors=True)  # of a run that was killed after it wrote the file
+        for leftover in self.path.glob("*/**/*.partial"):  # zarr's, of a run that was killed
+            leftover.unlink()
+
+    def _create(self, about: dict[str, Any]) -> None:
+        unfinished = self.path.with_name(self.path.name + ".incomplete")
+        shutil.rmtree(unfinished, ignore_errors=True)
+        unfinished.parent.mkdir(parents=True, exist_ok=True)
+        index = self.index
+        leads = np.asarray(index.leads).astype("timedelta64[h]").astype("timedelta64[ns]")
+        axes = {"time": index.dates.astype("datetime64[ns]"), "prediction_timedelta": leads}
+        axes |= {"number": np.arange(index.num_members)} if index.num_members > 1 else {}
+        chunks, content = dict.fromkeys(axes, 1), {ATTRIBUTE: json.dumps(about)}
+        create_store(unfinished, index.variables, index.grid, axes, chunks, content, index.units)
+        sizes = {name: len(axis) for name, axis in axes.items()}
+        chunks["prediction_timedelta"] = len(leads)
+        create_array(unfinished, STATUS, sizes, chunks, "int8", NOT_COMPUTED, STATUS_FLAGS)
+        consolidate(unfinished)
+        os.replace(unfinished, self.path)
+
+    @property
+    def is_written(self) -> bool:
+        """True if the NetCDF file is there, and so every forecast is finished."""
+        return self.is_netcdf and self.target.exists()
+
+    def _open(self) -> xr.Dataset:
+        """Open what is stored. Raises ConfigError if it cannot be opened."""
+        try:
+            if self.is_written:
+                return xr.open_dataset(self.target, engine="h5netcdf", decode_cf=False)
+            return xr.open_zarr(self.path, chunks=None, consolidated=False, decode_cf=False)
+        except (OSError, ValueError, KeyError, TypeError, ExceptionGroup):  # zarr's, of many files
+            raise self._error("is there and no forecast of ours, or damaged") from None
+
+    def _check_same(self, about: dict[str, Any]) -> None:
+        """Raise ConfigError unless every byte of the store would be the same."""
+        with self._open() as forecasts:
+            stored = json.loads(forecasts.attrs.get(ATTRIBUTE, "{}"))
+        for key, value in json.loads(json.dumps(about)).items():
+            if stored.get(key) != value:
+                there, here = f"{stored.get(key)!s:.60}", f"{value!s:.60}"
+                raise self._error(f"contains another forecast: {key} is {there} there and {here} here")
+
+    def _error(self, reason: str) -> ConfigError:
+        fix = "remove it, or name another forecast.path"
+        return ConfigError(f"forecast.path = '{self.target}': {reason}; {fix}")
+
+    # -- status --------------------------------------------------------------------------------------
+
+    def status(self) -> np.ndarray:
+        """Return the status (n, L, M) of each date, lead and member. Raises ConfigError if there is none."""
+        with self._open() as forecasts:
+            if STATUS not in forecasts:
+                raise self._error(f"it has no {STATUS}")
+            found = forecasts[STATUS].values
+        return found.reshape(len(self.index.dates), len(self.index.leads), self.index.num_members)
+
+    def finish(self, date: int, member: int, status: np.ndarray) -> None:
+        """Write the status (L,) of a date and member that has all its leads."""
+        at = (date, slice(None), member) if self.index.num_members > 1 else (date, slice(None))
+        self._array(STATUS)[at] = status
+
+    def _array(self, name: str) -> zarr.Array:
+        if name not in self.opened:
+            self.opened[name] = cast(zarr.Array, zarr.open_array(str(self.path), path=name, mode="r+"))
+        return self.opened[name]
+
+    def write_netcdf(self) -> None:
+        """Write a NetCDF-4 target, a chunk at a time, and remove the store. Other targets stay stores.
+
+        Raises DataError if the file cannot be written; the store stays then.
+        """
+        if not self.is_netcdf or self.is_written:
+            return
+        unfinished = self.target.with_name(self.target.name + ".incomplete")
+        try:
+            with xr.open_zarr(self.path, chunks={}, decode_timedelta=True) as forecasts:
+                encoding = {name: {"zlib": True, "complevel": 1} for name in forecasts.data_vars}
+                forecasts.drop_encoding().to_netcdf(unfinished, engine="h5netcdf", encoding=encoding)
+            os.replace(unfinished, self.target)
+        except OSError as error:
+            reason = f"{error}; the forecasts are in {self.path}, start again to write it"
+            raise DataError(f"forecast.path = '{self.target}': {reason}") from None
+        shutil.rmtree(self.path)
+
+    # -- chunks --------------------------------------------------------------------------------------
+
+    def write_chunks(self, name: str, pairs: Sequence[tuple[int, int]], lead: int, fields: Tensor) -> None:
+        """Write one array at the lead numbered `lead`; fields (B, V, H, W) of B pairs (date, member)."""
+        channel_of = self.arrays[name]  # by level
+        values = fields[:, list(channel_of.values())].cpu().numpy()
+        if None in channel_of:
+            values = values[:, 0]
+        elif list(channel_of) != self.levels:  # NaN where the array has none
+            own, shape = values, (len(values), len(self.levels), *values.shape[2:])
+            values = np.full(shape, np.nan, np.float32)
+            values[:, [self.levels.index(cast(int, level)) for level in channel_of]] = own
+        for (date, member), value in zip(pairs, values, strict=True):
+            at = (date, lead, member) if self.index.num_members > 1 else (date, lead)
+            self._array(name)[at] = value
+
+
+class ForecastWriter:
+    """Writes fields from the device in threads, an array each, while the model goes on."""
+
+    def __init__(self, store: ForecastStore) -> None:
+        self.store, self.pool = store, ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="forecast-writer")
+        self.in_flight: deque[list[Future]] = deque()  # of each lead that is not known to be written
+
+    def write(self, pairs: Sequence[tuple[int, int]], lead: int, fields: Tensor) -> None:
+        """Start to write fields (B, V, H, W) at a lead, of B pairs (date, member), which may not change then.
+
+        Waits while LEADS_IN_FLIGHT are being written. Raises OSError of an earlier lead.
+        """
+        self.wait(LEADS_IN_FLIGHT - 1)
+        submit, names = self.pool.submit, self.store.arrays
+        self.in_flight.append([submit(self.store.write_chunks, n, pairs, lead, fields) for n in names])
+
+    def wait(self, at_most: int = 0) -> None:
+        """Wait until at most so many leads are in flight. Raises OSError if one could not be written."""
+        while len(self.in_flight) > at_most:
+            for future in self.in_flight.popleft():
+                future.result()
+
+    def close(self) -> None:
+        self.pool.shutdown(wait=True, cancel_futures=True)

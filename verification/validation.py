@@ -18,19 +18,15 @@ from datasets.field_dataset import FieldDataset, split_sample
 from datasets.loader import EvaluationSampler, build_loader, unwrap_errors
 from verification.evaluation import Tally
 from verification.matching import Pair
-from verification.report import table
 from verification.rollout import Forecast
-from verification.score_tables import describe_dates, lead_hours, select
+from verification.score_tables import describe_dates, lead_hours, select, table
 from verification.scores import WIND_VECTORS, RegionMeans
 
 Loss = Callable[[Tensor, Tensor], Tensor]
 # An initial date, and variable -> (truth, forecast), each (H, W).
 Example = tuple[np.datetime64, dict[str, tuple[np.ndarray, np.ndarray]]]
-# Of an ensemble: keys of metrics.jsonl, metrics of evaluate.py, titles of tables.
-OF_MEMBERS = (
-    ("crps", "crps", "CRPS of the members"),
-    ("spread_skill", "unbiased_spread_skill_ratio", "spread over skill: 1 if reliable"),
-)
+# Of an ensemble: keys of metrics.jsonl, metrics of evaluate.py.
+OF_MEMBERS = {"crps": "crps", "spread_skill": "unbiased_spread_skill_ratio"}
 
 
 @dataclass
@@ -67,23 +63,17 @@ class Scores:
             name: "rmse" if name == "model" else f"rmse_{name.replace(' ', '_')}" for name in self.by_forecast
         }
         tables = {key: self.values("rmse", name) for name, key in keys.items()}
-        tables |= {key: self.values(metric) for key, metric, _ in self.of_members}
+        known = self.by_forecast["model"]["metric"]
+        tables |= {key: self.values(metric) for key, metric in OF_MEMBERS.items() if metric in known}
         for key, values in tables.items():
             keys = [f"val/{key}/{variable}{suffix}" for suffix in suffixes for variable in self.variables]
             record |= dict(zip(keys, values.ravel().tolist(), strict=True))
         return record
 
-    @property
-    def of_members(self) -> list[tuple[str, str, str]]:
-        """Return the OF_MEMBERS that the model has."""
-        return [each for each in OF_MEMBERS if each[1] in self.by_forecast["model"]["metric"]]
-
     def table(self) -> str:
-        """Return the RMSE by variable and lead as text; of an ensemble also its scores."""
+        """Return the RMSE by variable and lead as text."""
         dates = describe_dates(self.num_dates, self.lead_hours)
-        texts = [table(self.by_forecast, "rmse", f"validation over {dates}")]
-        model = {"model": self.by_forecast["model"]}
-        return "\n\n".join(texts + [table(model, metric, title) for _, metric, title in self.of_members])
+        return table(self.by_forecast, "rmse", f"validation over {dates}")
 
 
 class Validation:
@@ -180,7 +170,7 @@ class Validation:
         units = {name: self.dataset.archive.units(name) for name in self.variables}
         found: dict[str, xr.Dataset] = {}
         for name, tally in tallies.items():
-            tally.reduce()
+            dist.all_reduce(tally.table)
             scores = tally.results(dates, leads, ["global"], units).scores
             found[name] = scores.drop_vars(WIND_VECTORS, errors="ignore")
         self.known |= {name: scores for name, scores in found.items() if name != "model"}

@@ -1,0 +1,120 @@
+"""Zonal energy spectra of forecasts and truth at one lead, as WeatherBench2 has them.
+
+On a circle of latitude of circumference C with values f[l], l = 0 .. W-1, and F[k] = sum f[l] exp(-2 pi i k l
+/ W) / W, the energy is S[0] = C |F[0]|^2 and S[k] = 2 C |F[k]|^2 (derived_variables.ZonalEnergySpectrum): the
+sum over k is the integral of f^2 along the circle, in units of f^2 times metres. Shapes: V variables, M
+members, H latitudes, W longitudes, K = W // 2 + 1 wavenumbers.
+"""
+
+import warnings
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+import xarray as xr
+from torch import Tensor
+
+from datasets.grid import Grid
+from verification.matching import Pair
+from verification.score_tables import by_variable, squared
+
+MIDLATITUDES = ((-60.0, -30.0), (30.0, 60.0))  # where spectra are averaged for plots
+EARTH_RADIUS = (6357e3 + 6378e3) / 2  # metres; WeatherBench2's
+
+
+class Spectra:
+    """Sums over dates, float64, so that memory does not grow with them."""
+
+    def __init__(
+        self,
+        lead: int,
+        variables: Sequence[str],
+        grid: Grid,
+        device: torch.device | str,
+        units: Mapping[str, str],
+    ) -> None:
+        """lead: position of the lead that is added up."""
+        self.lead, self.variables, self.grid, self.units = lead, variables, grid, units
+        self.length = torch.from_numpy(circumference(grid.latitude)).to(device)
+        waves = (grid.shape[0], grid.shape[1] // 2 + 1)
+        shapes = {"dates": (), "whole_rows": grid.shape[:1], "forecast": waves, "truth": waves}
+        self.sums = {
+            name: torch.zeros((len(variables), *shape), dtype=torch.float64, device=device)
+            for name, shape in shapes.items()
+        }
+
+    def add(self, pair: Pair) -> None:
+        if pair.lead != self.lead:
+            return
+        for i, v in enumerate(pair.rows):  # one at a time: members and waves are large
+            truth = pair.truth[i].double()
+            members = pair.forecast[..., i, :, :].double().reshape(-1, *truth.shape)
+            valid = torch.isfinite(truth)
+            whole = valid.all(dim=-1)  # a row with a missing value has no spectrum
+            self.sums["dates"][v] += valid.any()
+            self.sums["whole_rows"][v] += whole
+            for name, fields in {"forecast": members, "truth": truth[None]}.items():
+                # Energy of the members: their mean is too smooth.
+                energy = zonal_energy_spectrum(fields, self.length).mean(dim=0)
+                self.sums[name][v] += torch.where(whole[:, None], energy, 0.0)
+
+    def result(self, leads: np.ndarray) -> xr.Dataset:
+        """Return dims (lead_time[, level], latitude, zonal_wavenumber, source): means over the dates that
+        have all values on the circle of latitude. Coordinate `num_dates`: all dates. leads: all of them.
+        """
+        sources = ["forecast", "truth"]
+        mean = torch.stack([self.sums[name] for name in sources], dim=-1)[None]
+        mean = mean / self.sums["whole_rows"][..., None, None]
+        lead = leads[[self.lead]].astype("timedelta64[ns]")
+        coords: dict[str, Any] = {"lead_time": lead, "latitude": self.grid.latitude}
+        coords |= {"zonal_wavenumber": np.arange(mean.shape[-2]), "source": sources}
+        coords["num_dates"] = "lead_time", [int(self.sums["dates"].max())]
+        dims = ["lead_time", "variable", "latitude", "zonal_wavenumber", "source"]
+        spectra = by_variable(mean.cpu().numpy(), dims, self.variables, coords, self.units)
+        for array in spectra.data_vars.values():  # squared, times the length of a circle of latitude
+            array.attrs["units"] = f"{squared(array.attrs['units'])} m".strip()
+        return spectra
+
+
+def circumference(degrees_north: np.ndarray) -> np.ndarray:
+    """Return the lengths (H,) in metres of the circles at these latitudes; 0 at the poles, to rounding."""
+    return 2 * np.pi * EARTH_RADIUS * np.cos(np.deg2rad(np.asarray(degrees_north, np.float64)))
+
+
+def zonal_energy_spectrum(fields: Tensor, length: Tensor) -> Tensor:
+    """Return the energy (..., H, K) float64 of fields (..., H, W) round the globe; length (H,) in metres.
+
+    As in WeatherBench2 the highest wavenumber of an even W counts twice too. NaN along a row with a NaN.
+    """
+    waves = torch.fft.rfft(fields.double(), norm="forward")
+    energy = waves.real.square() + waves.imag.square()
+    energy[..., 1:] *= 2  # positive and negative wavenumbers
+    return energy * length[:, None]
+
+
+def mean_over_latitudes(
+    spectrum: xr.DataArray, bands: Sequence[tuple[float, float]] = MIDLATITUDES
+) -> xr.DataArray:
+    """Return the mean spectrum over the rows inside the bands (south, north), on common frequencies (1/m);
+    over all rows but the poles where no row is inside.
+
+    spectrum has dimensions latitude and zonal_wavenumber; the result `frequency` instead, which runs over
+    what all these rows have; rows are interpolated linearly between their own (WeatherBench2,
+    interpolate_spectral_frequencies). Rows without a value (NaN) are left out.
+    """
+    north = spectrum.latitude.values
+    inside = np.any([(north >= low) & (north <= high) for low, high in bands], axis=0)
+    inside = inside if inside.any() else np.abs(north) < 90
+    rows = spectrum.isel(latitude=np.flatnonzero(inside)).transpose("latitude", ..., "zonal_wavenumber")
+    rows = rows.drop_vars("zonal_wavenumber", errors="ignore")
+    numbers = np.arange(rows.sizes["zonal_wavenumber"])
+    own = numbers / circumference(rows.latitude.values)[:, None]  # (H, K)
+    common = np.linspace(own[:, 0].max(), own[:, -1].min(), len(numbers))
+    at_common = [
+        np.apply_along_axis(lambda e, f=f: np.interp(common, f, e), -1, row)
+        for row, f in zip(rows.values, own, strict=True)
+    ]
+    with warnings.catch_warnings(action="ignore", category=RuntimeWarning):  # no row has a value: NaN
+        mean = rows.isel(latitude=0, drop=True).copy(data=np.nanmean(at_common, axis=0))
+    return mean.rename(zonal_wavenumber="frequency").assign_coords(frequency=common)
