@@ -443,8 +443,7 @@ class Validation:
     )
     plots: bool = option(
         True,
-        "Write plots of loss, errors and maps to plots/ after the last step, and to TensorBoard, "
-        "W&B or MLflow at every validation.",
+        "Write plots of loss, errors and maps to plots/ after the last step.",
     )
     early_stop_patience: Count = option(
         0, "End the run after this many validations without a better checkpoint.keep_best. 0: never."

@@ -48,7 +48,6 @@ from parallelisms.mesh import PATIENCE, from_first_rank, mesh_of, start_ranks
 from planning.start_checks import check_folder, check_machine, check_model
 from training.assembly import Assembly, Fields, assemble
 from training.process_settings import set_determinism
-from training.progress_bar import progress_bar
 from verification.rollout import blown_up, plausible_size, rollout
 from verification.stores import (
     COMPUTED,
@@ -118,7 +117,8 @@ def forecast(config: Config) -> int:
     # -- the loop: all ranks take equally many batches, as they may share the model -------------------------
     rounds = -(-len(missing) // dp)
     names: dict[Pair, str] = {}  # variables with which forecasts of this start went wrong
-    writer, bar = ForecastWriter(store), progress_bar(rounds * settings.num_steps, "step", rank == 0)
+    writer = ForecastWriter(store)
+    bar = tqdm(total=rounds * settings.num_steps, unit="step", disable=rank > 0 or None)  # on a terminal
     for round in range(rounds):
         number = round * dp + dp_rank
         batch = missing[min(number, len(missing) - 1)]

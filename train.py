@@ -34,7 +34,7 @@ from planning.start_checks import open_checked
 from training.assembly import Fields, assemble
 from training.batches import Batches, choose_global_batch
 from training.due import Schedule
-from training.metrics import Metrics, output_summary
+from training.metrics import Metrics
 from training.process_settings import retain_memory, seed_step, set_determinism
 from training.profiler import Profiler
 from training.restart import Restart, load_or_start
@@ -136,7 +136,7 @@ def train(config: Config, watchdog: Watchdog | None = None) -> None:
     if not stop:
         scores = validator.validate(progress.step, is_last=True)
         if dist.get_rank() == 0:
-            print(f"\n{scores.table() if scores else 'nothing was validated'}\n\n{output_summary(folder)}")
+            print(f"\n{scores.table() if scores else 'nothing was validated'}\n\nthe run's folder: {folder}")
     metrics.close()
     leave(watchdog, agreement, run_folder, message, code)
 

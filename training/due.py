@@ -100,8 +100,3 @@ class Rollouts:
         are frozen and have no gradients; recomputation counts nothing.
         """
         return length + (1 if frozen else 2) * self.with_gradients(length)
-
-    def passes_after(self, step: int) -> int:
-        """Return the forward passes of a sample of each training step after `step`, in all."""
-        stages = self.stages()
-        return sum(self.passes(length) * max(end - max(begin, step), 0) for length, begin, end in stages)
