@@ -3,7 +3,6 @@
     .venv/bin/python forecast.py --job.config_file train_configs/gfs_winds.toml --forecast.num_steps 12
     .venv/bin/python -m jobs.torchrun --nproc-per-node 8 forecast.py ...     several processes
     .venv/bin/python forecast.py ... --export FOLDER                           the model for other programs
-    .venv/bin/python forecast.py ... --forecast.checkpoint hf://owner/name     a model of the Hugging Face hub
 
 Started again it completes what is missing. Exit codes: 0 done, 1 done but some forecasts blew up or had no
 input, 2 bad input. Reads from top to bottom; docs/forecasting.md says more.

@@ -97,7 +97,7 @@ def train(config: Config, watchdog: Watchdog | None = None) -> None:
     gc.disable()  # run on a schedule: at random times it would stop one rank while the others wait
     model.train()
     with profiler, agreement:
-        while progress.step < training.steps and not stop and not validator.exhausted:
+        while progress.step < training.steps and not stop:
             step = progress.step + 1
             activity.start_phase("train", step)
             seed_step(training.seed, step, mesh.dp_rank)

@@ -35,7 +35,6 @@ from checkpoints.files import (
     clear_leftovers,
     complete_steps,
     is_checkpoint,
-    local_path,
     lock,
     prune,
     read_tensors,
@@ -310,8 +309,7 @@ def find_checkpoint(key: str, text: str) -> Found:
 
     Called by all ranks together. Raises ConfigError.
     """
-    path = on_all_ranks(lambda: local_path(key, text))
-    if found := find_undamaged(lambda: candidates(path)):
+    if found := find_undamaged(lambda: candidates(Path(text))):
         return found
     reason = "no checkpoint there, or damaged ones only; name the folder of a run with checkpoint.enable"
     refuse(key, text, f"{reason}, or a step-... in it")

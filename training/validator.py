@@ -73,11 +73,6 @@ class Validator:
         due = [every(self.settings.interval, each) for each in (step, step + 1)]
         return self.seconds * sum(due)
 
-    @property
-    def exhausted(self) -> bool:
-        """Return True if the scores have not improved for `validation.early_stop_patience` validations."""
-        return self.best is not None and self.best.exhausted
-
     def restart(self, step: int) -> None:
         """Forget the scores of steps after `step`, and validate its weights if that was due and not done."""
         self.validated = None
