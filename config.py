@@ -465,9 +465,7 @@ class Profiling:
     enable_profiling: bool = option(False, "Write traces of torch.profiler (for Perfetto) to traces/.")
     profile_freq: Positive = option(100, "Steps between traces.")
     profile_steps: Positive = option(3, "Steps in a trace.")
-    enable_memory_snapshot: bool = option(
-        False, "Record allocations in traces; on a GPU, write the allocator's history, too."
-    )
+    enable_memory_snapshot: bool = option(False, "Record allocations in traces.")
 
 
 @dataclass(frozen=True)

@@ -11,12 +11,10 @@ input, 2 bad input. Reads from top to bottom; docs/forecasting.md says more.
 import sys
 
 from command_line import answer_early, own_options, split_options, start
-from jobs.slurm import set_rank_from_slurm
 from training.config_checks import check
 
 OPTIONS = own_options(export="")
 if __name__ == "__main__":
-    set_rank_from_slurm()
     answer_early(__doc__, check, OPTIONS)  # before torch takes its seconds
 
 import logging

@@ -9,11 +9,9 @@ import sys
 
 from command_line import answer_early, start
 from errors import end_at_signals
-from jobs.slurm import set_rank_from_slurm
 from training.config_checks import check
 
 if __name__ == "__main__":
-    set_rank_from_slurm()
     end_at_signals()
     answer_early(__doc__, check)  # help and bad input, before the seconds that torch takes to import
 

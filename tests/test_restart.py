@@ -28,16 +28,8 @@ FOLDERS = {"train", "training", "checkpoints", "verification", "parallelisms", "
 REMEMBER: dict[str, set[str]] = {
     "Progress": {"rollbacks", "went_back_to"},
     "BadSteps": {"skipped", "total", "first", "diagnosis", "losses", "bad", "seen_here"},
-    "Checkpointer": {"last_seconds", "num_saved"},
-    "Metrics": {
-        "interval_started",
-        "started",
-        "resume_step",
-        "last_line",
-        "data_seconds",
-        "data_bytes",
-        "passes_at_start",
-    },
+    "Checkpointer": {"last_seconds"},
+    "Metrics": {"interval_started", "resume_step", "last_line", "data_seconds", "data_bytes"},
     "Batches": {"seconds", "bytes", "position"},
     "Best": set(),
     "Validator": {"seconds", "validated"},
