@@ -4,6 +4,7 @@ No rank waits for another for longer than a round.
 """
 
 from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -23,9 +24,8 @@ from datasets.statistics import (
     stored_as_trained,
     stored_statistics,
 )
-from errors import UserError
 from jobs.heartbeat import activity
-from parallelisms.mesh import cpu_group, from_first_rank
+from parallelisms.mesh import cpu_group, from_first_rank, on_all_ranks
 
 ROUND_SECONDS = 5.0
 
@@ -67,30 +67,16 @@ def count_together(source: Source) -> Statistics:
 
 
 def rounds(counting: Counting, bar: tqdm, group: dist.ProcessGroup) -> None:
-    """Until no rank has a date left. UserError, on all ranks: what one of them met."""
-    num_counted, failure = 0, None
-    while True:
-        try:
-            counting.go_on(ROUND_SECONDS)
-        except UserError as error:
-            failure = type(error), str(error)  # as from_first_rank sends it
+    """Count until no rank has a date left. UserError, on all ranks: what one of them met."""
+    left, num_counted = 1, 0
+    while left:
+        on_all_ranks(lambda: counting.go_on(ROUND_SECONDS))
         activity.progress()
-        state = torch.tensor([counting.left, counting.num_counted - num_counted, failure is not None])
+        state = torch.tensor([counting.left, counting.num_counted - num_counted])
         num_counted = counting.num_counted
         dist.all_reduce(state, group=group)
+        left = int(state[0])
         bar.update(int(state[1]))
-        if state[2]:
-            kind, text = next(filter(None, gather_objects(failure, group)))
-            raise kind(text)
-        if not state[0]:
-            return
-
-
-def gather_objects(value: Any, group: dist.ProcessGroup) -> list[Any]:
-    """Return the values of all ranks, in their order."""
-    values = [None] * group.size()
-    dist.all_gather_object(values, value, group)
-    return values
 
 
 def add_over_ranks(sums: Sums, group: dist.ProcessGroup) -> None:
@@ -101,7 +87,6 @@ def add_over_ranks(sums: Sums, group: dist.ProcessGroup) -> None:
     for v in range(len(sums.total)):
         dist.all_reduce(torch.from_numpy(sums.total[v]), group=group)
         dist.all_reduce(torch.from_numpy(sums.count[v]), group=group)
-    for rank, (dates, rows) in enumerate(gather_objects((sums.dates, sums.rows), group)):
-        if rank != group.rank():
-            sums.dates += dates
-            sums.rows += rows
+    parts: list[Any] = [None] * group.size()
+    dist.all_gather_object(parts, (sums.dates, sums.rows), group)
+    sums.dates, sums.rows = (list(chain.from_iterable(each)) for each in zip(*parts, strict=True))
