@@ -18,7 +18,7 @@ from training.step import StepResult
 
 CONTRACT = list[str](
     "step loss grad_norm lr samples_per_second step_seconds data_seconds memory_gib tflops mfu "
-    "data_gb_per_second epoch skipped_steps".split()
+    "epoch skipped_steps".split()
 )
 
 
@@ -32,7 +32,7 @@ def open_metrics(folder: Path, resume_step: int = 0, **settings: Any) -> Metrics
     progress, bad_steps = SimpleNamespace(step=resume_step), SimpleNamespace(skipped=0)
     state = SimpleNamespace(progress=progress, bad_steps=bad_steps)
     run: Any = SimpleNamespace(assembly=assembly, state=state, learning_rate=lambda step: 1e-3)
-    batches: Any = SimpleNamespace(seconds=0.001, bytes=0, epoch=1.5, passes=3, global_batch=8)
+    batches: Any = SimpleNamespace(seconds=0.001, epoch=1.5, passes=3, global_batch=8)
     metrics = Metrics(config, run, batches)
     metrics.restart(resume_step)
     return metrics
@@ -83,9 +83,7 @@ def test_not_a_number_becomes_null(one_rank, tmp_path):
 
 
 def test_dense_line():
-    record = dict(
-        zip(CONTRACT, [10, 0.5, 1.0, 1e-3, 100.0, 0.1, 0.02, 1.5, 0.3, 0.4, 1.0, 2.25, 0], strict=True)
-    )
+    record = dict(zip(CONTRACT, [10, 0.5, 1.0, 1e-3, 100.0, 0.1, 0.02, 1.5, 0.3, 0.4, 2.25, 0], strict=True))
     line = dense_line(record, steps=400)
     assert "data wait 20.0%" in line and "mfu 40.0%" in line
     assert line.startswith("step  10/400  epoch 2.25  loss 0.50000")

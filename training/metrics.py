@@ -71,15 +71,14 @@ class Metrics:
 
     def start_interval(self) -> None:
         """Start the clock of the next logged step: validation and saves before it do not count."""
-        self.interval_started, self.data_seconds, self.data_bytes = time.perf_counter(), 0.0, 0
+        self.interval_started, self.data_seconds = time.perf_counter(), 0.0
         self.num_steps = self.passes = 0
 
     def count_step(self) -> None:
-        """Count a step that has been launched, with what this rank waited for and loaded."""
+        """Count a step that has been launched, with what this rank waited for data."""
         self.num_steps += 1
         self.passes += self.batches.global_batch * self.batches.passes
         self.data_seconds += self.batches.seconds
-        self.data_bytes += self.batches.bytes
 
     def log_step(self, step: int, result: StepResult) -> None:
         """Wait for the device and write the means since the last logged step. Called by all ranks."""
@@ -100,8 +99,6 @@ class Metrics:
             "memory_gib": memory_gib(self.device),
             "tflops": tflops,
             "mfu": tflops / self.peak_tflops if self.peak_tflops else None,
-            # With loader processes, which read meanwhile, it is at least the loader's bandwidth.
-            "data_gb_per_second": self.data_bytes / self.data_seconds / 1e9 if self.data_seconds else None,
             "epoch": self.batches.epoch,
             "skipped_steps": self.run.state.bad_steps.skipped,  # since this start
         }
