@@ -289,11 +289,14 @@ def _show(value: Any) -> str:
 def load_config(argv: list[str]) -> Config:
     """Return the configuration that `argv` (without the program's name) asks for. Raises ConfigError.
 
-    Its relative paths begin at the current folder. Combinations are not checked here, but by
-    training/config_checks.py.
+    Its relative paths begin at the current folder. The folder of a run alone stands for the configuration in
+    it. Combinations are not checked here, but by training/config_checks.py.
     """
     overrides = parse_command_line(argv, SECTIONS)
-    config_file = overrides.get("job", {}).get("config_file", in_project(DEFAULT_CONFIG))
+    job = overrides.get("job", {})
+    of_run = Path(job.get("dump_folder") or "/dev/null", "config.toml")
+    default = str(of_run) if of_run.is_file() else in_project(DEFAULT_CONFIG)
+    config_file = job.get("config_file", default)
     file = _with_paths(read_toml(config_file, SECTIONS), in_project)
     if "config_file" in file.get("job", {}):
         reason = f"is in {config_file} itself; name another file with extends, or on the command line"

@@ -80,7 +80,11 @@ def option(default: Any, help: str) -> Any:
 @dataclass(frozen=True)
 class Job:
     config_file: str = option(DEFAULT_CONFIG, "TOML file to run.")
-    dump_folder: str = option("", "Folder of the run. Default: outputs/<name of config_file> in the project.")
+    dump_folder: str = option(
+        "",
+        "Folder of the run. Default: outputs/<name of config_file> in the project. Named without config_file,"
+        " a folder with a config.toml gives the configuration, too.",
+    )
 
 
 @dataclass(frozen=True)

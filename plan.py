@@ -80,7 +80,7 @@ def main() -> None:
         cluster = load_cluster(options.cluster, options.clusters) if options.cluster else None
         world = cluster.devices if cluster else options.world_size
         os.environ["WORLD_SIZE"] = str(world)  # what the degrees are checked against
-        config = start(of_run(rest), __doc__, check if options.layout != "auto" else None)
+        config = start(rest, __doc__, check if options.layout != "auto" else None)
         if options.dry_run:
             dry_run_table(config, options.world_size)
         elif options.calibrate:
@@ -89,17 +89,6 @@ def main() -> None:
             raise ConfigError("plan.py: say where: --cluster a100x64 (or --calibrate, --dry_run)")
         else:
             sys.exit(make_plan(config, cluster, options))
-
-
-def of_run(words: list[str]) -> list[str]:
-    """Return the words of the command line, with a run's configuration where only its folder is named."""
-    names = [word.partition("=")[0] for word in words]
-    if "--job.dump_folder" not in names or "--job.config_file" in names:
-        return words
-    at = names.index("--job.dump_folder")
-    folder = words[at].partition("=")[2] or " ".join(words[at + 1 : at + 2])
-    file = Path(folder) / "config.toml"
-    return ["--job.config_file", str(file), *words] if file.is_file() else words
 
 
 def check_options(options: argparse.Namespace) -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from command_line import load_config
 from config import Compile, Config, Parallelism
 from planning import start_checks
 from tests.sample_archives import analyses, weatherbench
@@ -243,6 +244,16 @@ def test_ranks_that_are_not_first_say_nothing(
     with pytest.raises(SystemExit) as end:
         start_checks.main(["--training.stepz=3"])
     assert end.value.code == 2 and capsys.readouterr() == ("", "")
+
+
+def test_the_folder_of_a_run_is_its_configuration(tmp_path: Path, folder: Path) -> None:
+    """forecast.py and evaluate.py took the default configuration, with the folder of another."""
+    (tmp_path / "config.toml").write_text(f'extends = "{folder}/good.toml"\n[model]\ndim = 64\n')
+    named = ["--job.dump_folder", str(tmp_path)]
+    found = load_config([*named, "--model.num_heads=2"])
+    assert (found.model.dim, found.model.num_heads, found.dump_folder) == (64, 2, tmp_path)
+    assert load_config(["--job.config_file", str(folder / "good.toml"), *named]).model.dim != 64
+    assert load_config(["--job.dump_folder", str(tmp_path / "new")]) != found
 
 
 def test_the_good_configuration_passes_every_check() -> None:

@@ -139,20 +139,6 @@ def test_an_anchor_scales_layouts_of_its_kind(tmp_path):
     assert "status.json" in plan("--cluster", "a100x64", "--anchor", str(tmp_path), code=2)
 
 
-def test_the_folder_of_a_run_is_its_configuration(tmp_path):
-    """plan.py took the default configuration, with the folder of another."""
-    demo = Path(__file__).parent.parent / "train_configs" / "demo.toml"
-    (tmp_path / "config.toml").write_text(f'extends = "{demo}"\n[model]\ndim = 64\n')
-    found, named = (
-        json.loads(run_plan("--cluster", "cpu2", "--json", *words).stdout)["parameters"]
-        for words in (
-            ["--job.dump_folder", str(tmp_path)],
-            ["--job.config_file", str(tmp_path / "config.toml")],
-        )
-    )
-    assert found == named < 10**6
-
-
 def test_help_fits_a_screen_before_the_keys():
     done = run_plan("--help")
     assert done.returncode == 0 and done.stdout.splitlines().index("[job]") <= 40

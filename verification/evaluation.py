@@ -211,7 +211,7 @@ def score_pairs(
     progress(len(done))
     blocks, scored = [block for block in matcher.blocks() if not {*block} & {*done}], list[int]()
 
-    def counted() -> dict[str, Any]:
+    def partial_sums() -> dict[str, Any]:
         own = {key: total[:, scored] if key.endswith("table") else total for key, total in sums.items()}
         return {"dates": np.array(scored, int), **{key: total.cpu().numpy() for key, total in own.items()}}
 
@@ -227,7 +227,7 @@ def score_pairs(
                     spectra.add(pair)
             scored += finished
             if saved and finished:  # else the sums of spectra have a part of a block
-                saved.write_if_due(counted)
+                saved.write_if_due(partial_sums)
             progress(ranks * len(finished))
     torch.set_num_threads(num_threads)  # for threads that start later
     for key, total in sums.items():
