@@ -65,7 +65,8 @@ def test_srun_starts_ranks_without_a_launcher(
     options = ["--job.config_file", str(config_file), "--training.steps", "12"]
     srun = ["srun", "--partition=spot", "--nodes=2", "--ntasks-per-node=2", "--cpus-per-task=1"]
     page = (ROOT / "docs/launch.md").read_text()
-    (tmp_path / "task.sh").write_text(page.partition("```sh\n")[2].partition("```")[0])
+    task = page.partition("```sh\n")[2].partition("```")[0].replace(".venv/bin/python", sys.executable)
+    (tmp_path / "task.sh").write_text(task)
     command = [*srun, "bash", str(tmp_path / "task.sh"), *options, "--job.dump_folder", str(run)]
     environment = slurm.environment | SETTINGS
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
