@@ -311,9 +311,6 @@ class Training:
     rollout_gradient_steps: Annotated[int, Range(0, 1_000)] = option(
         0, "Last steps of a rollout that have a loss and gradients. 0: all; 1: push-forward training."
     )
-    rollout_weights: tuple[Annotated[float, Range(0.0, 1e9)], ...] = option(
-        (), "Weight in the loss of each step of the longest rollout. Default: all 1."
-    )
     deterministic: bool = option(False, "Refuse kernels that are not bit-exact from run to run.")
     max_wall_time: str = option(
         "", 'Save and exit with code 75 before this time has passed: "hours:minutes:seconds". Default: never.'
@@ -424,7 +421,7 @@ class Checkpoint:
     keep_latest_k: Count = option(5, "Complete checkpoints to keep. 0: all.")
     initial_load_path: str = option(
         "",
-        "Run, checkpoint, exported model or hf://owner/name with the weights to start from, for fine-tuning.",
+        "Run, checkpoint or exported model with the weights to start from, for fine-tuning.",
     )
     keep_best: str = option(
         "",
@@ -447,11 +444,7 @@ class Validation:
     )
     plots: bool = option(
         True,
-        "Write plots of loss, errors and maps to plots/ after the last step, and to TensorBoard, "
-        "W&B or MLflow at every validation.",
-    )
-    early_stop_patience: Count = option(
-        0, "End the run after this many validations without a better checkpoint.keep_best. 0: never."
+        "Write plots of loss, errors and maps to plots/ after the last step.",
     )
 
 
@@ -476,9 +469,7 @@ class Profiling:
     enable_profiling: bool = option(False, "Write traces of torch.profiler (for Perfetto) to traces/.")
     profile_freq: Positive = option(100, "Steps between traces.")
     profile_steps: Positive = option(3, "Steps in a trace.")
-    enable_memory_snapshot: bool = option(
-        False, "Record allocations in traces; on a GPU, write the allocator's history, too."
-    )
+    enable_memory_snapshot: bool = option(False, "Record allocations in traces.")
 
 
 @dataclass(frozen=True)
@@ -499,8 +490,8 @@ class Forecast:
     )
     checkpoint: str = option(
         "",
-        "Checkpoint, folder of a run, exported model or hf://owner/name to use. Default: the newest "
-        "checkpoint of job.dump_folder.",
+        "Checkpoint, folder of a run or exported model to use. Default: the newest checkpoint of "
+        "job.dump_folder.",
     )
     period: tuple[str, ...] = option(
         (),

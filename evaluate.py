@@ -48,6 +48,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 import xarray as xr
+from tqdm import tqdm
 
 from command_line import to_toml
 from config import Config
@@ -65,7 +66,6 @@ from jobs.log_setup import start_logging
 from jobs.saved_parts import SavedParts
 from parallelisms.mesh import PATIENCE, from_first_rank, start_ranks
 from planning.start_checks import check_folder
-from training.progress_bar import progress_bar
 from training.shared_statistics import load_or_count
 from verification.baselines import FIT_SAMPLES, MIN_FIT_SAMPLES, AnalysesForecast, fit_baselines, persistence
 from verification.climatology import (
@@ -289,7 +289,7 @@ def run(config: Config, options: Namespace) -> None:
     scored = leads[[bool(np.isin(times + lead, truth.times).any()) for lead in leads]]
     paths = [each.path for each in forecasts.values()] + ([climatology.path] if climatology else [])
     saved = saved_parts(config, options, [selection.archive, truth], paths, variables)
-    with progress_bar(len(times), "date", dist.get_rank() == 0, desc="evaluation") as bar:
+    with tqdm(total=len(times), unit="date", disable=dist.get_rank() > 0 or None) as bar:  # on a terminal
         evaluations = evaluate_together(
             compared,
             truth,

@@ -3,7 +3,6 @@
     .venv/bin/python forecast.py --job.config_file train_configs/gfs_winds.toml --forecast.num_steps 12
     .venv/bin/python -m jobs.torchrun --nproc-per-node 8 forecast.py ...     several processes
     .venv/bin/python forecast.py ... --export FOLDER                           the model for other programs
-    .venv/bin/python forecast.py ... --forecast.checkpoint hf://owner/name     a model of the Hugging Face hub
 
 Started again it completes what is missing. Exit codes: 0 done, 1 done but some forecasts blew up or had no
 input, 2 bad input. Reads from top to bottom; docs/forecasting.md says more.
@@ -12,12 +11,10 @@ input, 2 bad input. Reads from top to bottom; docs/forecasting.md says more.
 import sys
 
 from command_line import answer_early, own_options, split_options, start
-from jobs.slurm import set_rank_from_slurm
 from training.config_checks import check
 
 OPTIONS = own_options(export="")
 if __name__ == "__main__":
-    set_rank_from_slurm()
     answer_early(__doc__, check, OPTIONS)  # before torch takes its seconds
 
 import logging
@@ -48,7 +45,6 @@ from parallelisms.mesh import PATIENCE, from_first_rank, mesh_of, start_ranks
 from planning.start_checks import check_folder, check_machine, check_model
 from training.assembly import Assembly, Fields, assemble
 from training.process_settings import set_determinism
-from training.progress_bar import progress_bar
 from verification.rollout import blown_up, plausible_size, rollout
 from verification.stores import (
     COMPUTED,
@@ -118,7 +114,8 @@ def forecast(config: Config) -> int:
     # -- the loop: all ranks take equally many batches, as they may share the model -------------------------
     rounds = -(-len(missing) // dp)
     names: dict[Pair, str] = {}  # variables with which forecasts of this start went wrong
-    writer, bar = ForecastWriter(store), progress_bar(rounds * settings.num_steps, "step", rank == 0)
+    writer = ForecastWriter(store)
+    bar = tqdm(total=rounds * settings.num_steps, unit="step", disable=rank > 0 or None)  # on a terminal
     for round in range(rounds):
         number = round * dp + dp_rank
         batch = missing[min(number, len(missing) - 1)]

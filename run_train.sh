@@ -8,7 +8,6 @@
 #   GLOO_SOCKET_IFNAME, NCCL_SOCKET_IFNAME: the network between the nodes, where the host's name does not lead to it.
 # MAX_RESTARTS: how often ranks are started again after a crash, from the last checkpoint (default: 0).
 # ROSSBY_PYTHON: an interpreter that has requirements.txt installed already; nothing is set up then.
-# ROSSBY_HEARTBEAT: a folder in which each rank touches a file once a second, for a liveness probe.
 # ROSSBY_STARTED: when training.max_wall_time began, in seconds since 1970 (default: the Slurm job's start, or now).
 # It may be called from any folder: paths on the command line are the caller's, those in a configuration file begin at
 #   the project's folder, and a run whose job.dump_folder is not named lies in outputs/ there.
@@ -58,7 +57,7 @@ fi
 # With -P modules are the project's: a folder of the caller's may have its own "datasets".
 export PYTHONPATH=$project${PYTHONPATH:+:$PYTHONPATH}
 # Bad input ends here: one line, exit code 2, before any rank exists.
-SLURM_STEP_NUM_TASKS=1 "$PYTHON" -P -m planning.start_checks "$@" & # of srun, which has one task a node here
+"$PYTHON" -P -m planning.start_checks "$@" &
 checks=$!
 wait "$checks"
 checks=

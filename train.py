@@ -9,11 +9,9 @@ import sys
 
 from command_line import answer_early, start
 from errors import end_at_signals
-from jobs.slurm import set_rank_from_slurm
 from training.config_checks import check
 
 if __name__ == "__main__":
-    set_rank_from_slurm()
     end_at_signals()
     answer_early(__doc__, check)  # help and bad input, before the seconds that torch takes to import
 
@@ -34,7 +32,7 @@ from planning.start_checks import open_checked
 from training.assembly import Fields, assemble
 from training.batches import Batches, choose_global_batch
 from training.due import Schedule
-from training.metrics import Metrics, output_summary
+from training.metrics import Metrics
 from training.process_settings import retain_memory, seed_step, set_determinism
 from training.profiler import Profiler
 from training.restart import Restart, load_or_start
@@ -97,7 +95,7 @@ def train(config: Config, watchdog: Watchdog | None = None) -> None:
     gc.disable()  # run on a schedule: at random times it would stop one rank while the others wait
     model.train()
     with profiler, agreement:
-        while progress.step < training.steps and not stop and not validator.exhausted:
+        while progress.step < training.steps and not stop:
             step = progress.step + 1
             activity.start_phase("train", step)
             seed_step(training.seed, step, mesh.dp_rank)
@@ -136,7 +134,7 @@ def train(config: Config, watchdog: Watchdog | None = None) -> None:
     if not stop:
         scores = validator.validate(progress.step, is_last=True)
         if dist.get_rank() == 0:
-            print(f"\n{scores.table() if scores else 'nothing was validated'}\n\n{output_summary(folder)}")
+            print(f"\n{scores.table() if scores else 'nothing was validated'}\n\nthe run's folder: {folder}")
     metrics.close()
     leave(watchdog, agreement, run_folder, message, code)
 

@@ -35,7 +35,6 @@ from checkpoints.files import (
     clear_leftovers,
     complete_steps,
     is_checkpoint,
-    local_path,
     lock,
     prune,
     read_tensors,
@@ -50,7 +49,6 @@ from parallelisms.mesh import cpu_group, from_first_rank, on_all_ranks
 
 logger = logging.getLogger(__name__)
 RETRY_SECONDS = (1, 2, 4, 8, 16)  # before each further attempt at the last save
-SLOW_SECONDS = 1.0  # that training waits for a save before it is logged
 SHARED_MEMORY = "/dev/shm"  # the checkpoint process reads the tensors from there
 
 
@@ -71,10 +69,9 @@ class Checkpointer:
         self.stager: DefaultStager | None = None
         self.in_flight: tuple[int, Future] | None = None
         self.staging: Future | None = None
-        self.num_saved, self.saved_step, self.failed_step, self.last_error = 0, -1, -1, ""
+        self.saved_step, self.failed_step, self.last_error = -1, -1, ""
         self.last_seconds = 0.0  # from the start of the last save until it was complete
         self.size = 0  # bytes of a checkpoint
-        self.has_warned = False  # that saves are slow
         from_first_rank(self._open_folder)
 
     def _open_folder(self) -> None:
@@ -88,10 +85,7 @@ class Checkpointer:
 
     def save(self, step: int, tensors: dict[str, Tensor]) -> None:
         """Start the checkpoint of `step`, after the one before it is complete or has failed."""
-        is_first, started = not self.num_saved, time.monotonic()
         self.wait()
-        if not is_first:  # for which the process was still starting
-            self._warn_if_slow(time.monotonic() - started)
         if step == self.saved_step:
             return
         self.size = sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())  # of all ranks
@@ -166,7 +160,7 @@ class Checkpointer:
         self.last_error = first_problem(problem_of_save(future))
         self.failed_step = step if self.last_error else -1
         if not self.last_error:
-            self.saved_step, self.num_saved = step, self.num_saved + 1
+            self.saved_step = step
             logger.info("saved %s", step_folder(self.folder, step))
             self._prune()
         elif dist.get_rank() == 0:
@@ -189,18 +183,6 @@ class Checkpointer:
         return (
             f"could not be written: {self.last_error} ({free / 1e6:,.0f} MB free in {self.folder}, a "
             f"checkpoint takes {self.size / 1e6:,.0f} MB); the last complete one: {newest}"
-        )
-
-    def _warn_if_slow(self, waited: float) -> None:
-        """Log once that saves take longer than the steps between them."""
-        if waited < SLOW_SECONDS or self.has_warned or dist.get_rank():
-            return
-        self.has_warned = True
-        megabytes = self.size / 1e6
-        rate = f"{megabytes:,.0f} MB in {self.last_seconds:.1f} s, {megabytes / self.last_seconds:,.1f} MB/s"
-        logger.warning(
-            f"training waited {waited:.1f} s for the checkpoint before this one: {rate} into {self.folder}. "
-            "Saves take longer than the steps between them: take a faster folder, or a longer interval"
         )
 
     def finish(self, step: int, tensors: dict[str, Tensor]) -> str:
@@ -310,8 +292,7 @@ def find_checkpoint(key: str, text: str) -> Found:
 
     Called by all ranks together. Raises ConfigError.
     """
-    path = on_all_ranks(lambda: local_path(key, text))
-    if found := find_undamaged(lambda: candidates(path)):
+    if found := find_undamaged(lambda: candidates(Path(text))):
         return found
     reason = "no checkpoint there, or damaged ones only; name the folder of a run with checkpoint.enable"
     refuse(key, text, f"{reason}, or a step-... in it")

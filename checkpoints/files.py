@@ -46,7 +46,6 @@ COMPLETE = re.compile(r"step-(\d{8})$")
 INCOMPLETE, DELETING, DAMAGED = ".incomplete", ".deleting", ".damaged"
 OWN_NAME = re.compile(rf"step-\d{{8}}({INCOMPLETE}|{DELETING}|{DAMAGED}(-again)*)?$")
 MANIFEST, METADATA, WEIGHTS = "manifest.json", ".metadata", "model.safetensors"
-HUB = "hf://"
 CHUNK = 2**24  # bytes read at once for a checksum
 Files = dict[str, tuple[int, int]]  # name -> bytes, CRC-32
 
@@ -108,24 +107,6 @@ def is_checkpoint(path: Path) -> bool:
 def is_own(path: Path) -> bool:
     """Return whether a run may have made an entry among checkpoints: a folder, not a link to one."""
     return path.is_dir() and not path.is_symlink()
-
-
-def local_path(key: str, text: str) -> Path:
-    """Return a path, of a model of the Hugging Face hub that of its copy: "hf://owner/name@revision".
-
-    Raises ConfigError if it cannot be downloaded, or huggingface_hub is not installed.
-    """
-    if not text.startswith(HUB):
-        return Path(text)
-    name, _, revision = text.removeprefix(HUB).partition("@")
-    try:
-        from huggingface_hub import snapshot_download  # type: ignore[reportMissingImports]
-
-        return Path(snapshot_download(name, revision=revision or None))
-    except ImportError:
-        refuse(key, text, "needs huggingface_hub; pip install huggingface_hub")
-    except Exception as error:  # of the network, the hub or the name: its own classes, and those of httpx
-        refuse(key, text, f"cannot be downloaded: {str(error).strip().partition(chr(10))[0]}")
 
 
 def candidates(path: Path) -> Iterator[Path]:

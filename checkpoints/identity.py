@@ -2,7 +2,7 @@
 
 It consists of the run's configuration (config.toml) and, in the manifest under "identity", of the grid, the
 units, the statistics and the data. A configuration that would change the meaning is refused wherever weights
-are used; other changes are logged in one line.
+are used.
 """
 
 import json
@@ -28,7 +28,6 @@ LORA = ("rank", "alpha")
 ROLES = ("variables", "diagnostic_variables", "forcing_variables")
 DATA = ("static_variables", "forcings", "step_hours", "history")
 DATA += ("boundary_width", "forcings_of_target", "log1p")
-UNLOGGED = ("job", "metrics", "profiling", "comm", "forecast")  # changes in these sections are not logged
 Values = dict[str, dict[str, Any]]  # section -> key -> value
 
 
@@ -128,16 +127,6 @@ class Identity:
 
     def _refuse(self, key: str, ours: Any, theirs: Any, way_out: str) -> None:
         raise ConfigError(f"{key} = {ours!r}: {self.folder} was trained with {theirs!r}; {way_out}")
-
-    def changes(self, config: Config) -> list[str]:
-        """Return the settings that have changed since the checkpoint: "optimizer.lr 0.001 -> 0.0001"."""
-        now = plain(config)
-        return [
-            f"{section}.{key} {old!r} -> {now[section][key]!r}"
-            for section, keys in self.values.items()
-            for key, old in keys.items()
-            if section not in UNLOGGED and old != now[section][key]
-        ]
 
 
 def format_grid(grid: Grid) -> str:

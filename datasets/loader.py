@@ -27,7 +27,7 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 from datasets.field_dataset import FieldDataset
 from datasets.options import PREFETCH
 from datasets.store_reader import Task
-from errors import UserError, handle_stop_signals, module_command
+from errors import UserError, handle_stop_signals
 
 NEVER = 2**62
 BUNDLE = 2**23  # bytes that a thread fills at once: handing over a task costs as much as decoding 100 kB
@@ -276,10 +276,3 @@ def _fits_shared_memory(dataset: FieldDataset, sampler: Any, num_batches: int) -
     batch = 4 * samples * dataset.samples.shape[1] * math.prod(dataset.field_shape)
     ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     return ranks * batch * num_batches < shutil.disk_usage("/dev/shm").free
-
-
-def data_wait_advice(fraction: float, by_threads: bool, num_workers: int) -> str:
-    """Return one line for a loop that waits for data for this fraction of its time."""
-    fix = f"raise data.num_workers, now {num_workers}" if num_workers else "set data.num_workers = 2"
-    fix += "" if by_threads else f", or convert the data ({module_command('datasets.convert')})"
-    return f"{fraction:.0%} of the time the loop waits for data: {fix}"

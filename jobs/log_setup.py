@@ -32,7 +32,6 @@ def start_logging(is_first: bool) -> None:
     logging.basicConfig(handlers=[LogHandler()], format="%(asctime)s  %(message)s", datefmt="%H:%M:%S")
     sys.excepthook = print_without_secrets
     logging.getLogger().setLevel(logging.INFO if is_first else logging.WARNING)
-    logging.getLogger("httpx2").setLevel(logging.WARNING)  # huggingface_hub's, a line for each request
     # Known warnings of every rank: gloo has no all-to-all, a mesh of two axes is reduced one axis after the
     # other, and nothing here writes into the output of FSDP's modules.
     for name in ("_redistribute", "_collective_utils"):

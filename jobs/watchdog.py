@@ -137,10 +137,6 @@ class Watchdog:
 
     def _watch(self) -> None:
         while not self.stopped.wait(INTERVAL):
-            try:
-                touch_heartbeat_file()
-            except OSError as error:
-                print_message(f"ROSSBY_HEARTBEAT: {error}")
             if self.has_launcher and os.getppid() != self.parent:
                 end_rank(FAILED)  # the launcher was killed: nothing else would end this rank
             silent = time.monotonic() - self.contact
@@ -265,11 +261,3 @@ class Watchdog:
             self.end(f"{format_report([self.heartbeat()], message)}; all ranks end")
         elif not self.stopped.is_set():
             self.end(text, code)
-
-
-def touch_heartbeat_file() -> None:
-    """Touch this rank's file in the folder ROSSBY_HEARTBEAT, for a liveness probe. OSError."""
-    if folder := os.environ.get("ROSSBY_HEARTBEAT"):
-        file = Path(folder, f"rank-{os.environ.get('RANK', '0')}")
-        file.parent.mkdir(parents=True, exist_ok=True)
-        file.touch()

@@ -1,4 +1,4 @@
-"""The best checkpoint is kept aside whatever is pruned, and all ranks end when the score stops improving."""
+"""The best checkpoint is kept aside whatever is pruned."""
 
 import json
 import math
@@ -15,7 +15,7 @@ from checkpoints.files import check_files, complete_steps, read_tensors
 from config import Checkpoint, Config, Job, Training, Validation
 from tests.planned import run_train
 from tests.started_jobs import write_config
-from training.best import Best, basis_of, history, link_folder
+from training.best import Best, basis_of, link_folder, read_best
 from training.config_checks import load_checked
 
 SCORE = "val/rmse/10m_u_component_of_wind@24h"
@@ -29,9 +29,8 @@ def checkpointer(one_rank, tmp_path):
     made.close()
 
 
-def best_of(folder: Path, score: str, patience: int) -> Best:
-    checkpoint, validation = Checkpoint(keep_best=score), Validation(early_stop_patience=patience)
-    best = Best(Config(job=Job(dump_folder=str(folder)), checkpoint=checkpoint, validation=validation))
+def best_of(folder: Path, score: str = SCORE) -> Best:
+    best = Best(Config(job=Job(dump_folder=str(folder)), checkpoint=Checkpoint(keep_best=score)))
     best.restart(100)
     return best
 
@@ -39,13 +38,11 @@ def best_of(folder: Path, score: str, patience: int) -> Best:
 def validate(best: Best, checkpointer: Checkpointer, folder: Path, step: int, value: float) -> None:
     """What train.py does at a validation."""
     checkpointer.save(step, {"model.weight": torch.full((3,), float(step))})
-    with (folder / "metrics.jsonl").open("a") as file:
-        file.write(json.dumps({"step": step, SCORE: value if math.isfinite(value) else None}) + "\n")
     best.judge(step, {SCORE: value}, checkpointer)
 
 
 def test_the_best_is_kept_when_newer_ones_are_not_better(checkpointer, tmp_path):
-    best = best_of(tmp_path, SCORE, 0)
+    best = best_of(tmp_path)
     for step, value in enumerate([3.0, 1.0, 2.0, math.nan, 1.0], 1):
         validate(best, checkpointer, tmp_path, step, value)
     assert complete_steps(tmp_path / "checkpoints") == [5] and complete_steps(tmp_path / "best") == [2]
@@ -53,34 +50,21 @@ def test_the_best_is_kept_when_newer_ones_are_not_better(checkpointer, tmp_path)
     assert (stored["score"], stored["value"], stored["step"]) == (SCORE, 1.0, 2)
     kept = tmp_path / "best/step-00000002"
     check_files(kept)  # every byte is there, though the original is pruned
-    assert best.later == {3, 4, 5} and not best.exhausted
-
-
-def test_a_run_is_exhausted_after_so_many_validations_also_when_resumed(checkpointer, tmp_path):
-    best = best_of(tmp_path, SCORE, 2)
-    for step, value in ((10, 2.0), (20, 1.0), (30, 1.5)):
-        validate(best, checkpointer, tmp_path, step, value)
-    assert not best.exhausted
-    resumed = best_of(tmp_path, SCORE, 2)
-    assert (resumed.value, resumed.step, resumed.later) == (1.0, 20, {30})
-    validate(resumed, checkpointer, tmp_path, 30, 1.5)  # as a finished run does that is started again
-    assert not resumed.exhausted
-    validate(resumed, checkpointer, tmp_path, 40, 1.2)
-    assert resumed.exhausted and best_of(tmp_path, SCORE, 2).exhausted
-    assert not best_of(tmp_path, SCORE, 3).exhausted
-    assert best_of(tmp_path, "val/loss", 1).value == math.inf  # of another score nothing is known
+    resumed = best_of(tmp_path)
+    assert (resumed.value, resumed.step) == (best.value, best.step) == (1.0, 2)
+    assert best_of(tmp_path, "val/loss").value == math.inf  # of another score nothing is known
 
 
 def test_a_checkpoint_that_could_not_be_saved_is_not_the_best(checkpointer, tmp_path):
-    best = best_of(tmp_path, SCORE, 1)
+    best = best_of(tmp_path)
     validate(best, checkpointer, tmp_path, 1, 2.0)
     best.judge(2, {SCORE: 1.0}, checkpointer)  # nothing was saved after step 2
-    assert best.value == 2.0 and not best.exhausted and complete_steps(tmp_path / "best") == [1]
+    assert best.value == 2.0 and complete_steps(tmp_path / "best") == [1]
 
 
 def test_a_score_without_its_checkpoint_is_not_the_best(checkpointer, tmp_path, monkeypatch):
     """It was recorded before the copy was there, and a later, worse one was not taken."""
-    best = best_of(tmp_path, SCORE, 1)
+    best = best_of(tmp_path)
     with monkeypatch.context() as full:
         full.setattr("training.best.link_folder", Mock(side_effect=OSError(28, "No space left on device")))
         validate(best, checkpointer, tmp_path, 1, 1.0)
@@ -89,39 +73,35 @@ def test_a_score_without_its_checkpoint_is_not_the_best(checkpointer, tmp_path, 
     assert best.value == 2.0 and complete_steps(tmp_path / "best") == [2]
 
 
-def test_history_counts_validations_once_and_after_the_best(tmp_path):
-    lines = [{"step": step, SCORE: 1.0} for step in (10, 20, 30, 30)] + [{"step": 31, "loss": 1.0}]
-    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    (tmp_path / "best.json").write_text(json.dumps({"score": SCORE, "value": 0.5, "step": 10, "basis": ""}))
-    assert history(tmp_path / "best.json", tmp_path / "metrics.jsonl", SCORE, "", 31) == (0.5, 10, {20, 30})
-
-
 def test_values_of_another_loss_are_not_compared(checkpointer, tmp_path):
     """A run that went on with mse after mae kept a worse model, and never improved after going back."""
 
     def best(loss: str) -> Best:
         training = Training(loss=loss)  # type: ignore[arg-type]
-        checkpoint, validation = Checkpoint(keep_best="val/loss"), Validation(early_stop_patience=1)
-        job = Job(dump_folder=str(tmp_path))
-        best = Best(Config(job=job, checkpoint=checkpoint, validation=validation, training=training))
+        checkpoint, job = Checkpoint(keep_best="val/loss"), Job(dump_folder=str(tmp_path))
+        best = Best(Config(job=job, checkpoint=checkpoint, training=training))
         best.restart(2)
         return best
 
     checkpointer.save(1, {"model.weight": torch.zeros(3)})
     best("mae").judge(1, {"val/loss": 0.1}, checkpointer)
-    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "val/loss": 0.1}\n{"step": 2, "val/loss": 0.2}\n')
-    assert (best("mae").value, best("mae").exhausted) == (0.1, True)
+    assert best("mae").value == 0.1
     other = best("mse")
-    assert (other.value, other.step, other.exhausted) == (math.inf, -1, False)
+    assert (other.value, other.step) == (math.inf, -1)
+
+
+def test_a_damaged_file_starts_again(tmp_path, caplog):
+    (tmp_path / "best.json").write_text("{")
+    assert read_best(tmp_path / "best.json", SCORE, "") == (math.inf, -1) and "is damaged" in caplog.text
 
 
 def test_going_back_forgets_a_best_of_later_steps(checkpointer, tmp_path):
     """It stayed with scores of weights that were done again; a step done again found its place taken."""
-    best = best_of(tmp_path, SCORE, 2)
+    best = best_of(tmp_path)
     for step, value in enumerate([3.0, 2.0, 2.5], 1):
         validate(best, checkpointer, tmp_path, step, value)
     best.restart(2)
-    assert (best.step, best.later, complete_steps(tmp_path / "best")) == (2, set(), [2])
+    assert (best.step, complete_steps(tmp_path / "best")) == (2, [2])
     best.restart(1)
     assert best.value == math.inf and not complete_steps(tmp_path / "best")
     assert not (tmp_path / "best/best.json").exists()
@@ -129,7 +109,7 @@ def test_going_back_forgets_a_best_of_later_steps(checkpointer, tmp_path):
 
 def test_a_step_that_is_done_again_replaces_the_best_of_its_number(checkpointer, tmp_path):
     for value, score in ((1.0, 2.0), (5.0, 1.0)):
-        best = best_of(tmp_path, SCORE, 0)
+        best = best_of(tmp_path)
         checkpointer.save(1, {"model.weight": torch.full((3,), value)})
         best.judge(1, {SCORE: score}, checkpointer)
         checkpointer.restart(0)
@@ -154,7 +134,6 @@ def test_links_replace_what_a_kill_left_half_made(tmp_path):
     ("interval", "options", "message"),
     [
         ("5", ["--checkpoint.keep_best", "val/rmse/10m_u_component_of_wind@42h"], "did you mean"),
-        ("5", ["--validation.early_stop_patience", "2"], "set checkpoint.keep_best"),
         ("0", ["--checkpoint.keep_best", "val/loss"], "a validation.interval above 0"),
     ],
 )
@@ -167,8 +146,7 @@ def test_what_cannot_be_judged_is_said_before_training(tmp_path, interval, optio
 def test_a_score_of_the_validation_is_accepted(tmp_path):
     config_file, validation = str(write_config(tmp_path)), [*VALIDATION, "--validation.interval", "5"]
     for name in ("val/loss", "val/rmse/10m_u_component_of_wind", SCORE):
-        options = ["--checkpoint.keep_best", name, "--validation.early_stop_patience", "3"]
-        load_checked(["--job.config_file", config_file, *validation, *options])
+        load_checked(["--job.config_file", config_file, *validation, "--checkpoint.keep_best", name])
 
 
 def test_members_are_what_values_have_in_common():
@@ -214,13 +192,3 @@ def validated(folder: Path) -> list[int]:
     """The steps in metrics.jsonl that have scores."""
     lines = (folder / "run/metrics.jsonl").read_text().splitlines()
     return [record["step"] for record in map(json.loads, lines) if "val/loss" in record]
-
-
-def test_an_early_stop_validates_its_last_step_once(tmp_path):
-    """The learning rate is 0: no validation is better than the first."""
-    words = [*VALIDATION, "--validation.interval=2", "--validation.lead_hours=[6]", "--training.steps=20"]
-    words += ["--checkpoint.interval=10", "--checkpoint.async_mode=disabled"]
-    words += ["--checkpoint.keep_best=val/loss", "--validation.early_stop_patience=2"]
-    files = ["--job.config_file", str(write_config(tmp_path)), "--job.dump_folder", str(tmp_path / "run")]
-    run_train(*files, *words, "--optimizer.lr", "1e-30", "--validation.plots", "false")
-    assert validated(tmp_path) == [2, 4, 6]

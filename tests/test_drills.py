@@ -72,18 +72,6 @@ def test_ranks_that_call_different_collectives(tmp_path):
     assert "a branch depends on the rank" in said[3]
 
 
-@pytest.mark.slow
-def test_a_slow_disk(tmp_path):
-    """Every file takes 0.3 s to reach it."""
-    (tmp_path / "sitecustomize.py").write_text(
-        "import os, time\nplain = os.fsync\nos.fsync = lambda file: time.sleep(0.3) or plain(file)\n"
-    )
-    options = ["--training.steps", "12", "--checkpoint.interval", "3"]
-    code, said = drill(tmp_path, "", *options, faults=tmp_path)
-    assert code == 0 and len(said) == 1, said
-    assert "training waited " in said[0] and " MB/s into " in said[0] and "a longer interval" in said[0]
-
-
 @pytest.mark.slow  # the last save is tried again for half a minute
 def test_a_full_disk(tmp_path, small):  # noqa: F811
     """1 MB, as a store that is mounted and has no more room shows itself."""

@@ -5,11 +5,7 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
-from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from threading import Thread
 from typing import NamedTuple
 
 import numpy as np
@@ -148,66 +144,3 @@ def test_a_damaged_or_other_model_is_refused(exported, tmp_path):
     (copy / "model.safetensors").write_bytes(weights[:-1] + b"?")
     with pytest.raises(UserError, match="damaged"):
         forecast_of(exported.options, tmp_path / "b.zarr", *own)
-
-
-@contextmanager
-def hub(folder: Path, name: str) -> Iterator[str]:
-    """A server with the part of the hub's interface that a download needs; its address."""
-    commit = "0" * 40
-
-    class Handler(SimpleHTTPRequestHandler):
-        def do_HEAD(self) -> None:
-            self.answer(with_body=False)
-
-        def do_GET(self) -> None:
-            self.answer(with_body=True)
-
-        def answer(self, with_body: bool) -> None:
-            path = self.path.partition("?")[0]
-            if path.startswith(f"/api/models/{name}/tree"):
-                sizes = {file.name: file.stat().st_size for file in folder.iterdir()}
-                files = [{"type": "file", "path": f, "size": n, "oid": commit} for f, n in sizes.items()]
-                body = json.dumps(files).encode()
-            elif path.startswith(f"/api/models/{name}"):
-                siblings = [{"rfilename": file.name} for file in folder.iterdir()]
-                body = json.dumps({"id": name, "sha": commit, "siblings": siblings}).encode()
-            elif (file := folder / Path(path).name).exists() and f"/{name}/resolve/" in path:
-                body = file.read_bytes()
-            else:
-                self.send_error(404)
-                return
-            self.send_response(200)
-            self.send_header("Content-Length", str(len(body)))
-            self.send_header("ETag", f'"{Path(path).name}"')
-            self.send_header("X-Repo-Commit", commit)
-            self.end_headers()
-            if with_body:
-                self.wfile.write(body)
-
-        def log_message(self, *_: object) -> None:
-            pass
-
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    Thread(target=server.serve_forever, daemon=True).start()
-    try:
-        yield f"http://127.0.0.1:{server.server_port}"
-    finally:
-        server.shutdown()
-
-
-def test_a_model_of_the_hub(exported, tmp_path):
-    pytest.importorskip("huggingface_hub")
-    words = ["--forecast.period", '["2020-01-07", "2020-01-07T00"]', "--forecast.num_steps", "4"]
-    words += ["--job.dump_folder", str(tmp_path / "other"), "--forecast.path", str(tmp_path / "hub.zarr")]
-    program = [sys.executable, "forecast.py", *exported.options, *words, "--forecast.checkpoint"]
-    with hub(exported.model, "owner/winds") as address:
-        environment = {**os.environ, "HF_ENDPOINT": address, "HF_HOME": str(tmp_path / "cache")}
-        settings = {"env": environment, "capture_output": True, "text": True, "check": False}
-        missing = subprocess.run([*program, "hf://owner/none"], **settings)
-        assert missing.returncode == 2 and "forecast.checkpoint" in missing.stderr
-        assert len(missing.stderr.strip().splitlines()) == 1
-        done = subprocess.run([*program, "hf://owner/winds"], **settings)
-        assert done.returncode == 0, done.stderr
-    expected = forecast_of(exported.options, tmp_path / "run.zarr")
-    found = xr.open_zarr(tmp_path / "hub.zarr")[NAME].values[0]
-    np.testing.assert_allclose(found, expected, rtol=1e-6, atol=1e-6 * expected.std())

@@ -278,7 +278,6 @@ def loss_in_one_graph(run: SmallRun, fields: Tensor, shares: list[float], begin:
         (Layout(rollout=3, boundary=True, model=(("predict", "state"),)), {}, THIRDS),
         (Layout(rollout=3, roles=True, boundary=True), {}, THIRDS),
         (Layout(rollout=3), {}, THIRDS),
-        (Layout(rollout=3), {"rollout_weights": (1.0, 0.0, 3.0)}, [0.25, 0.0, 0.75]),
         (Layout(history=2, rollout=3), {"rollout_gradient_steps": 2}, [0.0, 0.5, 0.5]),
         (Layout(rollout=3, model=(("predict", "state"),)), {"rollout_gradient_steps": 1}, [0.0, 0.0, 1.0]),
         (Layout(rollout=3, model=(("stochastic_depth", 0.5),)), {}, THIRDS),

@@ -49,9 +49,10 @@ def test_one_host_listens_on_the_loopback_alone(launcher, start_job, tmp_path):
         pids = [job.process.pid, *job.ranks().values()]
         assert len(pids) == 3
     else:
-        step = {"SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_TASKS_PER_NODE": "2", "SLURM_NODEID": "0"}
-        step |= {"SLURM_JOB_ID": "17", "SLURM_JOB_NODELIST": "here", "NGPU": "1"}
-        jobs = [start_job(*options, SLURM_PROCID=n, SLURM_LOCALID=n, **step) for n in "01"]
+        task = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "NGPU": "1"}
+        with socket.create_server(("127.0.0.1", 0)) as listener:
+            task |= {"MASTER_PORT": str(listener.getsockname()[1])}
+        jobs = [start_job(*options, RANK=n, LOCAL_RANK=n, **task) for n in "01"]
         jobs[0].wait_for_step(3)
         pids = [job.process.pid for job in jobs]
     assert addresses_of(pids) == {"0100007F"}  # 127.0.0.1

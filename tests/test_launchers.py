@@ -1,16 +1,14 @@
-"""Files of scripts/ that users copy, and the file that a liveness probe looks at."""
+"""Files of scripts/ that users copy."""
 
 import os
 import re
 import subprocess
-import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 
-from jobs.watchdog import touch_heartbeat_file
 from tests.started_jobs import ROOT
 
 JOBSET = ROOT / "scripts/jobset.yaml"
@@ -71,26 +69,6 @@ def test_the_jobset_passes_its_schema() -> None:
     content = jobset()
     assert valid(content)
     assert not valid(content | {"spec": content["spec"] | {"failurePolicyy": "text"}})
-
-
-def test_probes_see_ranks_that_are_alive(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("ROSSBY_HEARTBEAT", str(tmp_path / "heartbeat"))
-
-    def passes(probe: str) -> bool:
-        command = [
-            word.replace("/tmp/heartbeat", f"{tmp_path}/heartbeat")
-            for word in container()[probe]["exec"]["command"]
-        ]
-        return subprocess.run(command, check=False, capture_output=True).returncode == 0
-
-    assert not passes("startupProbe")
-    for rank in "01":
-        monkeypatch.setenv("RANK", rank)
-        touch_heartbeat_file()
-    assert passes("startupProbe") and passes("livenessProbe")
-    long_ago = time.time() - 61
-    os.utime(tmp_path / "heartbeat/rank-1", (long_ago, long_ago))
-    assert not passes("livenessProbe")
 
 
 def test_both_images_have_the_same_packages() -> None:

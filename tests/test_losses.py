@@ -22,7 +22,6 @@ from training.losses.weights import (
     change_weights,
     mean_weights,
     relative_l2_weights,
-    variable_weights,
 )
 
 
@@ -112,7 +111,6 @@ def test_shares_of_pieces_add_up_to_the_loss_and_its_gradient():
 
 
 def test_weights():
-    assert variable_weights((), 3).tolist() == [1, 1, 1]
     assert change_weights(torch.tensor([0.5, 2.0])).tolist() == [4, 0.25]
     assert change_weights(torch.tensor([0.5, 2.0]), power=1).tolist() == [2, 0.5]
 

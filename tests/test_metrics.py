@@ -12,15 +12,13 @@ import torch
 
 from config import Config, Job, Training
 from config import Metrics as Settings
-from datasets.loader import data_wait_advice
 from jobs.journal import Journal, read_records
-from training.due import Rollouts
 from training.metrics import Metrics, dense_line, peak_tflops
 from training.step import StepResult
 
 CONTRACT = list[str](
     "step loss grad_norm lr samples_per_second step_seconds data_seconds memory_gib tflops mfu "
-    "data_gb_per_second epoch skipped_steps".split()
+    "epoch skipped_steps".split()
 )
 
 
@@ -34,16 +32,7 @@ def open_metrics(folder: Path, resume_step: int = 0, **settings: Any) -> Metrics
     progress, bad_steps = SimpleNamespace(step=resume_step), SimpleNamespace(skipped=0)
     state = SimpleNamespace(progress=progress, bad_steps=bad_steps)
     run: Any = SimpleNamespace(assembly=assembly, state=state, learning_rate=lambda step: 1e-3)
-    loader = SimpleNamespace(dataset=SimpleNamespace(by_threads=True))
-    batches: Any = SimpleNamespace(
-        seconds=0.001,
-        bytes=0,
-        epoch=1.5,
-        passes=3,
-        loader=loader,
-        global_batch=8,
-        rollouts=Rollouts.of(config.training),
-    )
+    batches: Any = SimpleNamespace(seconds=0.001, epoch=1.5, passes=3, global_batch=8)
     metrics = Metrics(config, run, batches)
     metrics.restart(resume_step)
     return metrics
@@ -93,32 +82,11 @@ def test_not_a_number_becomes_null(one_rank, tmp_path):
     assert log(tmp_path, [1], loss=float("nan"))[0]["loss"] is None
 
 
-def test_the_time_left_counts_the_longer_rollouts_to_come(one_rank, tmp_path, monkeypatch):
-    """Half of the steps with rollouts of 1 (3 passes), half with rollouts of 4 (12 passes)."""
-    metrics = open_metrics(tmp_path)
-    metrics.batches.rollouts = Rollouts((1, 4), 10)
-    metrics.passes_at_start = metrics.batches.rollouts.passes_after(0)
-    monkeypatch.setattr("training.metrics.time.monotonic", lambda: metrics.started + 6.0)
-    assert metrics.seconds_left(2) == pytest.approx(6.0 * (3 * 3 + 5 * 12) / (2 * 3))
-    assert metrics.seconds_left(10) == 0.0
-
-
 def test_dense_line():
-    record = dict(
-        zip(CONTRACT, [10, 0.5, 1.0, 1e-3, 100.0, 0.1, 0.02, 1.5, 0.3, 0.4, 1.0, 2.25, 0], strict=True)
-    )
-    line = dense_line(record, steps=400, seconds_left=3725)
+    record = dict(zip(CONTRACT, [10, 0.5, 1.0, 1e-3, 100.0, 0.1, 0.02, 1.5, 0.3, 0.4, 2.25, 0], strict=True))
+    line = dense_line(record, steps=400)
     assert "data wait 20.0%" in line and "mfu 40.0%" in line
-    assert line.startswith("step  10/400  epoch 2.25  1:02:05 left  loss 0.50000")
-
-
-@pytest.mark.parametrize(
-    ("by_threads", "workers", "fix"),
-    [(True, 0, "num_workers = 2"), (True, 1, "num_workers, now 1"), (False, 2, "datasets.convert")],
-)
-def test_a_loop_that_waits_for_data_is_advised(by_threads, workers, fix):
-    advice = data_wait_advice(0.2, by_threads, workers)
-    assert advice.startswith("20%") and fix in advice and ("convert" in advice) != by_threads
+    assert line.startswith("step  10/400  epoch 2.25  loss 0.50000")
 
 
 def test_a_full_disk_costs_a_line_and_not_the_run(one_rank, tmp_path, caplog):

@@ -51,7 +51,6 @@ def reduced(config: Config) -> Config:
         local_batch_size=LOCAL_BATCH,
         global_batch_size=LOCAL_BATCH * ACCUMULATION,
         rollout_steps=tuple(min(steps, 3) for steps in config.training.rollout_steps),
-        rollout_weights=(),
     )
     model = dataclasses.replace(
         config.model, patch_size=(2, 4), dim=32, num_layers=2, num_heads=2, mlp_dim=0, width=8, levels=2

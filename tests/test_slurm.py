@@ -1,4 +1,4 @@
-"""scripts/slurm.sbatch and `srun python train.py`: preempted, queued again, ended as if undisturbed."""
+"""scripts/slurm.sbatch and srun alone: preempted, queued again, ended as if undisturbed."""
 
 import os
 import shutil
@@ -10,7 +10,6 @@ from tempfile import TemporaryDirectory
 
 import pytest
 
-from jobs.slurm import first_host, rank_variables, set_rank_from_slurm
 from tests.slurm import PROGRAMS, Slurm, StandIn, edited, until
 from tests.started_jobs import ENDLESS, ROOT, Job, last_step, losses, write_config
 
@@ -64,8 +63,11 @@ def test_srun_starts_ranks_without_a_launcher(
 ) -> None:
     config_file, run = write_config(tmp_path), tmp_path / "run"
     options = ["--job.config_file", str(config_file), "--training.steps", "12"]
-    srun = ["srun", "--partition=spot", "--nodes=2", "--ntasks=4", "--cpus-per-task=1"]
-    command = [*srun, sys.executable, str(ROOT / "train.py"), *options, "--job.dump_folder", str(run)]
+    srun = ["srun", "--partition=spot", "--nodes=2", "--ntasks-per-node=2", "--cpus-per-task=1"]
+    page = (ROOT / "docs/launch.md").read_text()
+    task = page.partition("```sh\n")[2].partition("```")[0].replace(".venv/bin/python", sys.executable)
+    (tmp_path / "task.sh").write_text(task)
+    command = [*srun, "bash", str(tmp_path / "task.sh"), *options, "--job.dump_folder", str(run)]
     environment = slurm.environment | SETTINGS
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0 and "4 ranks" in done.stderr, done.stderr
@@ -91,49 +93,3 @@ def test_environment_of_a_node(stand_in: StandIn, tmp_path: Path) -> None:
 def test_bad_input_is_not_queued_again(stand_in: StandIn, tmp_path: Path) -> None:
     stand_in.submit(edited(tmp_path, 1), "--training.stepz", "3", **SETTINGS)
     assert stand_in.end() == 2 and not (stand_in.folder / "ends").exists()
-
-
-@pytest.mark.parametrize(
-    ("nodes", "host"),
-    [("gpu[003-008,11],login1", "gpu003"), ("a", "a"), ("a,b", "a"), ("n[1,3]-ib,x", "n1-ib")],
-)
-def test_first_host_of_a_list(nodes: str, host: str) -> None:
-    assert first_host(nodes) == host
-
-
-SLURM = {
-    "SLURM_PROCID": "5",
-    "SLURM_STEP_NUM_TASKS": "7",
-    "SLURM_LOCALID": "1",
-    "SLURM_NODEID": "2",
-    "SLURM_STEP_TASKS_PER_NODE": "2(x2),3",
-    "SLURM_JOB_NODELIST": "node[07-09]",
-    "SLURM_JOB_ID": "41234",
-    "SLURM_STEP_ID": "1",
-}
-
-
-def test_a_task_is_the_rank_of_slurms_variables(monkeypatch: pytest.MonkeyPatch) -> None:
-    ours = rank_variables(SLURM)
-    names = "RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE GROUP_RANK MASTER_ADDR MASTER_PORT".split()
-    assert [ours[name] for name in names] == ["5", "7", "1", "3", "2", "node07", "11235"]
-    for name in names:
-        monkeypatch.setenv(name, "")
-        monkeypatch.delenv(name)
-    for name, value in SLURM.items():
-        monkeypatch.setenv(name, value)
-    monkeypatch.setenv("MASTER_ADDR", "10.0.0.1")  # the user's
-    set_rank_from_slurm()
-    assert (os.environ["RANK"], os.environ["MASTER_ADDR"]) == ("5", "10.0.0.1")
-
-
-def test_a_single_task_and_a_launchers_rank_are_left(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in SLURM.items():
-        monkeypatch.setenv(name, value)
-    monkeypatch.setenv("RANK", "0")
-    set_rank_from_slurm()
-    assert os.environ["RANK"] == "0" and "SLURM_PROCID" in os.environ
-    monkeypatch.delenv("RANK")
-    monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "1")
-    set_rank_from_slurm()
-    assert "RANK" not in os.environ

@@ -1,4 +1,4 @@
-"""Streaming statistics against numpy over everything at once; by many ranks, killed, and over more dates; and
+"""Streaming statistics against numpy over everything at once; by many ranks, and over more dates; and
 physical fields to normalised ones and back.
 """
 
@@ -27,7 +27,6 @@ from datasets.statistics import (
     sampled_pairs,
 )
 from errors import DataError
-from jobs import saved_parts
 from tests.sample_archives import NAMES, analyses, values, weatherbench
 from training import shared_statistics
 from training.shared_statistics import load_or_count
@@ -222,7 +221,6 @@ def test_four_ranks_count_what_one_counts(ranks, tmp_path):
     alone = compute(source_of(path))
     for statistics in together:
         equal_to_rounding(statistics, alone)
-    assert not (tmp_path / "run" / "saved_statistics").exists()
 
 
 def interrupted(path: str, cache: Path) -> str:
@@ -247,35 +245,6 @@ def test_what_one_rank_cannot_read_is_said_by_all(ranks, tmp_path):
     path = weatherbench(tmp_path, analyses())
     said = ranks(4).run(interrupted, path, tmp_path / "statistics.npz")
     assert said == ["chunk 2 is damaged"] * 4
-
-
-def killed_half_way(source: Source, cache: Path) -> int:
-    """Counts one date a round, saves each, and dies after three; how many times it read a field."""
-    calls = []
-
-    def dies(self: Counting, seconds: float) -> int:
-        calls.append(seconds)
-        if len(calls) > 3:
-            raise KeyboardInterrupt
-        self._next()
-        return self.left
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Counting, "go_on", dies)
-        patch.setattr(saved_parts, "SAVE_SECONDS", -1.0)
-        with pytest.raises(KeyboardInterrupt):
-            load_or_count(cache, source)
-    return len(calls)
-
-
-def test_a_killed_count_goes_on_where_it_stood(one_rank, tmp_path, caplog):
-    caplog.set_level("INFO")
-    path, cache = weatherbench(tmp_path, analyses()), tmp_path / "statistics.npz"
-    killed_half_way(source_of(path), cache)
-    again = load_or_count(cache, source_of(path))
-    assert "of 5 dates are counted already" in caplog.text
-    equal_to_rounding(again, compute(source_of(path)))
-    assert not (tmp_path / "saved_statistics").exists()
 
 
 def files_of(folder: Path, dates: range) -> str:

@@ -54,7 +54,7 @@ class Batches:
         self.iterator: Iterator[Batch] = iter(())
         self.position: tuple[int, int, int] | None = None  # samples, rollbacks, steps that the iterator is at
         self.rollout_steps, self.passes = 0, 0  # of the last step; forward passes that a sample is worth
-        self.seconds, self.bytes = 0.0, 0  # waited for the loader in the last step, and loaded
+        self.seconds = 0.0  # waited for the loader in the last step
 
     def restart(self, step: int) -> None:
         """Load again, from what `progress` says."""
@@ -79,7 +79,7 @@ class Batches:
             where = (progress.samples, progress.rollbacks)
             loaded = self.loader.iterate(*where, num_dates=dates, accumulation=accumulation)
             self.iterator = on_device(loaded, self.device)
-        self.position, self.seconds, self.bytes = None, 0.0, 0
+        self.position, self.seconds = None, 0.0
         self.rollout_steps, self.passes = length, self.rollouts.passes(length, self.frozen)
         for _ in range(self.micro_batches):
             yield self._next()
@@ -90,7 +90,6 @@ class Batches:
             started = time.perf_counter()
             fields, times = next(self.iterator)
             self.seconds += time.perf_counter() - started
-            self.bytes += fields.nbytes
             return Batch(self.loader.dataset.unpack(fields), times)
 
 

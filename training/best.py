@@ -1,5 +1,4 @@
-"""The best checkpoint by a named score, which stays in the run's folder, and the end of a run that no longer
-improves.
+"""The best checkpoint by a named score, which stays in the run's folder.
 
     best/step-00000300/   that checkpoint: hard links, which take no space while it is in checkpoints/ too
          best.json        {"score": ..., "value": ..., "step": ..., "basis": ...}
@@ -20,7 +19,6 @@ from checkpoints.checkpointer import Checkpointer
 from checkpoints.files import INCOMPLETE, MANIFEST, complete_steps, remove, step_folder
 from config import Config
 from jobs.durable_files import write_durably
-from jobs.journal import read_records
 from parallelisms.mesh import from_first_rank
 
 logger = logging.getLogger(__name__)
@@ -31,42 +29,31 @@ class Best:
 
     def __init__(self, config: Config) -> None:
         """Made before the first `restart`."""
-        self.run_folder, self.name = config.dump_folder, config.checkpoint.keep_best
-        self.folder, self.patience = self.run_folder / "best", config.validation.early_stop_patience
+        self.folder, self.name = config.dump_folder / "best", config.checkpoint.keep_best
         self.basis = basis_of(config)
-        self.value, self.step, self.later = math.inf, -1, set[int]()
-
-    @property
-    def exhausted(self) -> bool:
-        """True if the run has stopped improving, on all ranks alike."""
-        return bool(self.patience) and len(self.later) >= self.patience
+        self.value, self.step = math.inf, -1
 
     def judge(self, step: int, record: dict[str, float], checkpointer: Checkpointer) -> None:
         """Compare the scores of a validation after `step`, the checkpoint of which has been started."""
         value = from_first_rank(lambda: record[self.name])  # the same number on all ranks
         if not value < self.value:  # NaN is no improvement
-            self.later.add(step)
-            if self.exhausted:
-                was = f"{self.value:.4g} after step {self.step}, {len(self.later)} validations ago"
-                logger.info(f"{self.name} is {value:.4g}; it was {was}: the run ends")
             return
         checkpointer.wait()
         checkpoint = step_folder(checkpointer.folder, step)
         if from_first_rank(lambda: self._keep(checkpoint, step, value)):
-            self.value, self.step, self.later = value, step, set()
+            self.value, self.step = value, step
 
     def restart(self, step: int) -> None:
         """Read the best score up to `step` from the run's folder; remove a best checkpoint of later steps."""
-        self.value, self.step, self.later = from_first_rank(lambda: self._read(step))
+        self.value, self.step = from_first_rank(lambda: self._read(step))
 
-    def _read(self, step: int) -> tuple[float, int, set[int]]:
-        files = self.folder / "best.json", self.run_folder / "metrics.jsonl"
-        value, best, later = history(*files, self.name, self.basis, step)
+    def _read(self, step: int) -> tuple[float, int]:
+        value, best = read_best(self.folder / "best.json", self.name, self.basis)
         if best <= step:
-            return value, best, later
+            return value, best
         logger.info(f"{self.name}: the best checkpoint is of step {best}, which is done again: it is removed")
         remove_best(self.folder)
-        return math.inf, -1, set()
+        return math.inf, -1
 
     def _keep(self, checkpoint: Path, step: int, value: float) -> bool:
         """Link the new one, write best.json, remove the old one: in this order a kill loses none.
@@ -103,23 +90,18 @@ def basis_of(config: Config) -> str:
     return repr(parts)
 
 
-def history(
-    best_file: Path, metrics_file: Path, name: str, basis: str, last: int
-) -> tuple[float, int, set[int]]:
-    """Return the best value of a score, its step (-1: none), and later steps of validations, up to `last`.
-
-    Earlier values of another score, or on another basis, are not compared.
-    """
+def read_best(file: Path, name: str, basis: str) -> tuple[float, int]:
+    """Return the best value of a score and its step (-1: none); one on another basis is not compared."""
+    if not file.exists():
+        return math.inf, -1
     try:
-        best = json.loads(best_file.read_text()) if best_file.exists() else {}
-        value, step, is_same = best["value"], best["step"], (best["score"], best["basis"]) == (name, basis)
+        best = json.loads(file.read_text())
+        if (best["score"], best["basis"]) == (name, basis):
+            return best["value"], best["step"]
     except (OSError, ValueError, KeyError, TypeError):
-        value, step, is_same = math.inf, -1, not best_file.exists()
-    if not is_same:
-        logger.warning("%s: is damaged, or of another score, loss, period or lead; starting again", best_file)
-        return math.inf, -1, set()
-    records = {r["step"] for r in read_records(metrics_file) if name in r and r["step"] <= last}
-    return value, step, {each for each in records if each > step >= 0}
+        pass
+    logger.warning("%s: is damaged, or of another score, loss, period or lead; starting again", file)
+    return math.inf, -1
 
 
 def is_same(checkpoint: Path, other: Path) -> bool:

@@ -10,7 +10,6 @@ from datasets.options import check_data, parse_period
 from errors import nearest, refuse
 from models.registry import check_model
 from parallelisms.degrees import check_layout
-from training.due import Rollouts
 from training.losses.quantities import QUANTITIES, shifted_variable, terms_of
 
 # Of variables, if above 0. Float32 rounds 1e-46 to 0, a loss without gradient; cells divide weights further.
@@ -128,17 +127,9 @@ def _check_rollouts(training: Training) -> None:
     if len(lengths) > training.steps:
         reason = f"{len(lengths)} stages of {training.steps} steps; name fewer, or raise training.steps"
         refuse("training.rollout_steps", lengths, reason)
-    rollouts, weights = Rollouts.of(training), list(training.rollout_weights)
-    if training.rollout_gradient_steps > rollouts.longest:
-        reason = f"a rollout has {rollouts.longest} steps at most; take less, or 0 for all"
+    if training.rollout_gradient_steps > max(lengths):
+        reason = f"a rollout has {max(lengths)} steps at most; take less, or 0 for all"
         refuse("training.rollout_gradient_steps", training.rollout_gradient_steps, reason)
-    if weights and len(weights) != rollouts.longest:
-        refuse("training.rollout_weights", weights, f"give {rollouts.longest}, one each step of the longest")
-    for length in lengths:
-        if not any(rollouts.shares(length)):
-            steps = f"only its last {rollouts.with_gradients(length)} steps have gradients"
-            reason = f"a rollout of {length} has no loss: {steps}; raise the weight of one of them"
-            refuse("training.rollout_weights", weights, reason)
 
 
 def _check_optimizer(config: Config) -> None:
@@ -160,29 +151,22 @@ def _check_validation(validation: Validation, step_hours: int) -> None:
 
 
 def _check_best(config: Config) -> None:
-    """The score that decides which checkpoint is the best, and when a run ends early."""
-    name, patience = config.checkpoint.keep_best, config.validation.early_stop_patience
-    if patience and not name:
-        reason = 'needs a score to judge by; set checkpoint.keep_best, for example to "val/loss"'
-        refuse("validation.early_stop_patience", patience, reason)
+    """The score that decides which checkpoint is the best."""
+    name, validation = config.checkpoint.keep_best, config.validation
     if not name:
         return
-    validation = config.validation
     if not (config.checkpoint.enable and validation.enable and validation.interval):
         reason = "needs checkpoint.enable, validation.enable and a validation.interval above 0"
         refuse("checkpoint.keep_best", name, reason)
-    check_score("checkpoint.keep_best", name, config)
-
-
-def check_score(key: str, name: str, config: Config) -> None:
-    """ConfigError: a validation has no score of this name, or none by which weights could be judged."""
     first, *later = sorted(config.validation.lead_hours)
     suffixes = ["", *(f"@{hours}h" for hours in later)]
     kinds = ("rmse", "crps") if config.training.loss == "crps" else ("rmse",)
     ends = [f"{v}{suffix}" for v in Channels.of(config.data).predicted for suffix in suffixes]
     scores = [f"val/{kind}/{end}" for kind in kinds for end in ends]
     if name not in ("val/loss", *scores):
-        refuse(key, name, f"no such score ({first} h has no suffix); {nearest(name, scores)}")
+        refuse(
+            "checkpoint.keep_best", name, f"no such score ({first} h has no suffix); {nearest(name, scores)}"
+        )
 
 
 def _check_forecast(config: Config) -> None:

@@ -52,17 +52,15 @@ def every(interval: int, step: int) -> bool:
 
 @dataclass(frozen=True)
 class Rollouts:
-    """Steps of the model that a training step takes, in stages of equal length, and their weights."""
+    """Steps of the model that a training step takes, in stages of equal length."""
 
     lengths: Sequence[int]  # of the rollouts of each stage
     steps: int  # of the training
     gradient_steps: int = 0  # the last of them that have losses and gradients; 0: all
-    weights: Sequence[float] = ()  # of the losses of the longest rollout; empty: all the same
 
     @classmethod
     def of(cls, training: Training) -> Self:
-        gradient_steps, weights = training.rollout_gradient_steps, training.rollout_weights
-        return cls(training.rollout_steps, training.steps, gradient_steps, weights)
+        return cls(training.rollout_steps, training.steps, training.rollout_gradient_steps)
 
     @property
     def longest(self) -> int:
@@ -90,18 +88,11 @@ class Rollouts:
 
     def shares(self, length: int) -> list[float]:
         """Return the weights of the losses of a rollout's steps; their sum is 1."""
-        begin = length - self.with_gradients(length)
-        weights = list(self.weights[:length]) or [1.0] * length
-        weights = [0.0] * begin + weights[begin:]
-        return [weight / (sum(weights) or 1.0) for weight in weights]
+        number = self.with_gradients(length)
+        return [0.0] * (length - number) + [1.0 / number] * number
 
     def passes(self, length: int, frozen: bool = False) -> int:
         """Return the forward passes that a rollout costs: a backward pass counts two, or one where matrices
         are frozen and have no gradients; recomputation counts nothing.
         """
         return length + (1 if frozen else 2) * self.with_gradients(length)
-
-    def passes_after(self, step: int) -> int:
-        """Return the forward passes of a sample of each training step after `step`, in all."""
-        stages = self.stages()
-        return sum(self.passes(length) * max(end - max(begin, step), 0) for length, begin, end in stages)

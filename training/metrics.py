@@ -1,4 +1,4 @@
-"""The metrics of a run: metrics.jsonl, loggers (training/loggers/), one dense line, a progress bar.
+"""The metrics of a run: metrics.jsonl, loggers (training/loggers/), and one dense line.
 
 Metrics are the machine's; scores are the weather's and come from verification/.
 """
@@ -7,20 +7,13 @@ import logging
 import math
 import re
 import resource
-import sys
 import time
-from collections.abc import Mapping
-from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from tqdm import tqdm
 
 from config import Config
-from datasets.loader import data_wait_advice
-from errors import module_command
 from jobs.journal import Journal, read_records
 from parallelisms.mesh import from_first_rank
 from training.batches import Batches
@@ -32,8 +25,6 @@ logger = logging.getLogger(__name__)
 PEAK_TFLOPS = {"H100 PCIe": 756.0, "H100 NVL": 835.0, "H200 NVL": 835.0, "GB200": 2500.0, "B200": 2250.0}
 PEAK_TFLOPS |= {"H100": 989.0, "H200": 989.0, "GH200": 989.0, "A100": 312.0, "V100": 125.0}
 SCORE = "val/loss"  # that every record of a validation has
-WAIT_FRACTION = 0.05  # of a step's time, above which waiting for data is reported
-WORTH_JUDGING = 0.5  # seconds between logged steps: the first ones wait for what is not there yet
 SECONDS_BETWEEN_LINES = 2.0  # steps can be faster than lines can be read; metrics.jsonl has every one
 
 
@@ -58,18 +49,15 @@ class Metrics:
     def __init__(self, config: Config, run: Run, batches: Batches) -> None:
         """Made before the first `restart`."""
         self.config, self.steps, self.run, self.batches = config, config.training.steps, run, batches
-        self.is_first, self.readers = dist.get_rank() == 0, config.data.num_workers
-        self.device, self.resume_step = run.assembly.model.device, 0
+        self.is_first, self.resume_step = dist.get_rank() == 0, 0
+        self.device = run.assembly.model.device
         # Passes count members of an ensemble; a rank has its share of the FLOPs.
         flops = config.training.members * run.assembly.meta_model.flops()
         self.tflop_per_pass = flops / dist.get_world_size() / 1e12
         self.peak_tflops = peak_tflops(self.device)
         self.journal = Journal(config.dump_folder / "metrics.jsonl")
         self.loggers: Loggers | None = None
-        self.bar = None
-        if self.is_first and sys.stderr.isatty():
-            self.bar = tqdm(total=self.steps, unit="step", dynamic_ncols=True)
-        self.last_line, self.has_advised = 0.0, False
+        self.last_line = 0.0
 
     def restart(self, step: int) -> None:
         """Forget the records of steps after `step`, which are done again."""
@@ -78,24 +66,19 @@ class Metrics:
             self.loggers.call("restart", step)
         else:
             self.loggers = open_loggers(self.config, step, written)
-        self.resume_step, self.started = step, time.monotonic()
-        self.passes_at_start = self.batches.rollouts.passes_after(step)
-        if self.bar is not None:
-            self.bar.reset(self.steps)
-            self.bar.update(step)
+        self.resume_step = step
         self.start_interval()
 
     def start_interval(self) -> None:
         """Start the clock of the next logged step: validation and saves before it do not count."""
-        self.interval_started, self.data_seconds, self.data_bytes = time.perf_counter(), 0.0, 0
+        self.interval_started, self.data_seconds = time.perf_counter(), 0.0
         self.num_steps = self.passes = 0
 
     def count_step(self) -> None:
-        """Count a step that has been launched, with what this rank waited for and loaded."""
+        """Count a step that has been launched, with what this rank waited for data."""
         self.num_steps += 1
         self.passes += self.batches.global_batch * self.batches.passes
         self.data_seconds += self.batches.seconds
-        self.data_bytes += self.batches.bytes
 
     def log_step(self, step: int, result: StepResult) -> None:
         """Wait for the device and write the means since the last logged step. Called by all ranks."""
@@ -116,34 +99,15 @@ class Metrics:
             "memory_gib": memory_gib(self.device),
             "tflops": tflops,
             "mfu": tflops / self.peak_tflops if self.peak_tflops else None,
-            # With loader processes, which read meanwhile, it is at least the loader's bandwidth.
-            "data_gb_per_second": self.data_bytes / self.data_seconds / 1e9 if self.data_seconds else None,
             "epoch": self.batches.epoch,
             "skipped_steps": self.run.state.bad_steps.skipped,  # since this start
         }
-        self._advise(seconds * self.num_steps)
         self.write(record)
-        if self.bar is not None:
-            self.bar.update(step - self.bar.n)
         now = time.monotonic()
         if self.is_first and now - self.last_line >= SECONDS_BETWEEN_LINES:
             self.last_line = now
-            logger.info(dense_line(record, self.steps, self.seconds_left(step)))
+            logger.info(dense_line(record, self.steps))
         self.start_interval()
-
-    def seconds_left(self, step: int) -> float:
-        """Estimate the time after `step` from the passes so far: later rollouts may be longer."""
-        left = self.batches.rollouts.passes_after(step)
-        done = max(self.passes_at_start - left, 1)
-        return (time.monotonic() - self.started) / done * left
-
-    def _advise(self, seconds: float) -> None:
-        """Log once which setting helps a loop that waits for data."""
-        fraction = self.data_seconds / seconds
-        if self.is_first and fraction > WAIT_FRACTION and seconds > WORTH_JUDGING and not self.has_advised:
-            self.has_advised = True
-            by_threads = self.batches.loader.dataset.by_threads
-            logger.warning(data_wait_advice(fraction, by_threads, self.readers))
 
     def write(self, record: dict[str, Any]) -> None:
         """Write a record into metrics.jsonl, where not-a-number becomes null, and to the loggers."""
@@ -159,10 +123,6 @@ class Metrics:
             lambda: any(r["step"] == step and SCORE in r for r in read_records(self.journal.path))
         )
 
-    def log_images(self, step: int, pictures: Mapping[str, Path], scorecard: str) -> None:
-        """Log the pictures of a validation by name, and its table. Called on the first rank."""
-        self._call("log_images", step, pictures, scorecard)
-
     def _call(self, method: str, *arguments: Any) -> None:
         assert self.loggers  # since the first `restart`
         self.loggers.call(method, *arguments)
@@ -170,36 +130,20 @@ class Metrics:
     def close(self) -> None:
         self._call("close")
         self.journal.close()
-        if self.bar is not None:
-            self.bar.close()
 
 
 def _finite(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def dense_line(record: dict[str, Any], steps: int, seconds_left: float) -> str:
+def dense_line(record: dict[str, Any], steps: int) -> str:
+    """Return the line of a logged step."""
     mfu = f"  mfu {record['mfu']:.1%}" if record["mfu"] is not None else ""
     wait = record["data_seconds"] / record["step_seconds"]
     return (
         f"step {record['step']:>{len(str(steps))}}/{steps}  epoch {record['epoch']:.2f}"
-        f"  {timedelta(seconds=round(seconds_left))} left"
         f"  loss {record['loss']:.5f}  grad_norm {record['grad_norm']:.3f}"
         f"  lr {record['lr']:.2e}  {record['samples_per_second']:.1f} samples/s"
         f"  {record['step_seconds']:.3f} s/step"
         f"  data wait {wait:.1%}  {record['memory_gib']:.2f} GiB  {record['tflops']:.3f} TFLOP/s{mfu}"
     )
-
-
-def output_summary(folder: Path) -> str:
-    """Return the last lines of a run: folders and files that it has written."""
-    found = [f"the run's folder: {folder}"]
-    plots = sorted(path.name for path in (folder / "plots").glob("*.png"))
-    found += [f"plots:            {folder / 'plots'}: {', '.join(plots)}"] if plots else []
-    if (folder / "tensorboard").exists():
-        found.append(
-            f"TensorBoard:      {module_command('tensorboard.main', '--logdir', folder / 'tensorboard')}"
-        )
-    if (folder / "traces").exists():
-        found.append(f"traces:           {module_command('traces.inspect_trace', folder)}")
-    return "\n".join(found)

@@ -22,7 +22,7 @@ from training.conservation import ShardedProjection
 from training.due import Rollouts
 from training.losses.penalties import PENALTIES, by_member
 from training.losses.pointwise import fused_sum_of_costs, relative_l2_loss, sum_of_costs
-from training.losses.weights import change_weights, mean_weights, relative_l2_weights, variable_weights
+from training.losses.weights import change_weights, mean_weights, relative_l2_weights
 
 
 class Shards(NamedTuple):
@@ -53,20 +53,20 @@ class Objective:
         self.local_batch_size, self.seed = training.local_batch_size, training.seed
         self.rollouts, self.step_seconds = Rollouts.of(training), config.data.step_hours * 3600
         self.area = torch.tensor(area, dtype=torch.float32, device=model.device)
-        given, forcing = training.variable_weights, normalizer.num_forcing
-        weights = variable_weights((*given, *[0.0] * forcing) if given else (), len(normalizer.mean))
+        number, forcing = len(normalizer.mean), normalizer.num_forcing
+        given = training.variable_weights and (*training.variable_weights, *[0.0] * forcing)
         # The mean is that over the predicted ones.
-        weights = weights.to(model.device) * (len(weights) / (len(weights) - forcing))
+        weights = torch.tensor(given or [1.0] * number, device=model.device) * (number / (number - forcing))
         if training.weight_by_change:
             weights = weights * change_weights(normalizer.change_scale.flatten(), self.penalty.power)
         self.variable_weights = weights
         projection = normalizer.conservation
         self.projection = projection and ShardedProjection(projection, self.area, assembly)
-        self._cut = self._cut_fields
+        self.cut_step = self._cut_step
         self._sum_of_costs: Callable[..., Tensor] = partial(sum_of_costs, penalty=self.penalty)
         if config.compile.enable:
             # One graph each: operator by operator, fields are read and written four times as often.
-            self._cut = compiled(self._cut_fields)
+            self.cut_step = compiled(self._cut_step)
             self._sum_of_costs = compiled(partial(fused_sum_of_costs, penalty=self.penalty))
 
     def repeat_members(self, values: Tensor) -> Tensor:
@@ -87,11 +87,8 @@ class Objective:
         window = self.repeat_members(self.normalizer.normalize_window(window))
         return self.cut_step(window, truth[:, 0], times, *noise)
 
-    def cut_step(self, window: Tensor, truth: Tensor, times: Tensor, *noise: Tensor) -> Shards:
+    def _cut_step(self, window: Tensor, truth: Tensor, times: Tensor, *noise: Tensor) -> Shards:
         """Return the shard of a normalised window (B M, h V, H, W) and the physical truth (B, V, H, W)."""
-        return self._cut(window, truth, times, *noise)
-
-    def _cut_fields(self, window: Tensor, truth: Tensor, times: Tensor, *noise: Tensor) -> Shards:
         normalizer = self.normalizer
         state = normalizer.newest(window)
         target, mask = normalizer.normalize_target(truth)

@@ -15,7 +15,6 @@ logger = logging.getLogger(__name__)
 # Each recording is written and dropped: torch warns of that.
 warnings.filterwarnings("ignore", message=".*Profiler clears events at the end of each cycle")
 WARMUP_STEPS = 1  # starting the profiler is slow: its first step is discarded
-MOST_ALLOCATIONS = 100_000  # entries of a memory snapshot
 
 
 class Profiler:
@@ -24,7 +23,6 @@ class Profiler:
     def __init__(self, config: Config) -> None:
         settings, self.folder = config.profiling, config.dump_folder / "traces"
         self.step_number, self.profile = 0, nullcontext()
-        self.has_snapshot = settings.enable_memory_snapshot and torch.cuda.is_available()
         if settings.enable_profiling:
             self.folder.mkdir(parents=True, exist_ok=True)
             self.profile = self._build(settings)
@@ -33,8 +31,6 @@ class Profiler:
         num_steps = settings.profile_steps
         # Read at the first recording: otherwise kineto writes a line on stderr at each start and end.
         os.environ.setdefault("KINETO_LOG_LEVEL", "6")
-        if self.has_snapshot:
-            torch.cuda.memory._record_memory_history(max_entries=MOST_ALLOCATIONS)
         wait = settings.profile_freq - num_steps - WARMUP_STEPS
         return profile(
             activities=[ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * torch.cuda.is_available(),
@@ -49,8 +45,6 @@ class Profiler:
         return self
 
     def __exit__(self, *error: object) -> None:
-        if self.has_snapshot:
-            torch.cuda.memory._record_memory_history(enabled=None)
         self.profile.__exit__(*error)  # type: ignore[arg-type]
 
     def restart(self, step: int) -> None:
@@ -65,12 +59,9 @@ class Profiler:
 
     def _write(self, recording: profile) -> None:
         """Write a recording; called by torch at its end."""
-        name = f"step-{self.step_number:08d}-rank{dist.get_rank()}"
-        path = self.folder / f"{name}.json.gz"
+        path = self.folder / f"step-{self.step_number:08d}-rank{dist.get_rank()}.json.gz"
         try:
             recording.export_chrome_trace(str(path))
-            if self.has_snapshot:
-                torch.cuda.memory._dump_snapshot(str(self.folder / f"{name}-memory.pickle"))
         except OSError as error:  # a full disk must not end a run
             path.unlink(missing_ok=True)
             logger.warning("%s: the trace is not written: %s", path, error)

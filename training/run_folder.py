@@ -58,8 +58,6 @@ class RunFolder:
             raise RunFailed(
                 f"{self.path}: cannot be written to ({error}); make room, then start again"
             ) from None
-        if self.before and (changes := self.before.changes(self.config)):
-            logger.info("changed since %s: %s", self.before.folder, ", ".join(changes))
 
     def _start(self, step: int, layout: dict[str, int]) -> dict[str, Any]:
         """Describe this start. `reached`: the last logged step; those after `step` are done again."""

@@ -2,15 +2,11 @@
 
 import logging
 import time
-from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch import Tensor
-from tqdm import tqdm
 
 from config import Config
 from datasets.field_dataset import LaterFields
@@ -19,24 +15,13 @@ from training.best import Best
 from training.due import every
 from training.metrics import Metrics
 from training.process_settings import return_memory
-from training.progress_bar import progress_bar
 from training.samples import Samples
 from training.step import Run
 from verification.baselines import FIT_SAMPLES, fit_baselines
-from verification.rollout import Forecast, model_forecast
+from verification.rollout import model_forecast
 from verification.validation import Example, Scores, Validation
 
 logger = logging.getLogger(__name__)
-
-
-def with_progress(forecast: Forecast, bar: tqdm) -> Forecast:
-    """Return the same forecast, which moves the bar with every batch of dates."""
-
-    def run(*batch: Any) -> Iterator[Tensor]:
-        yield from forecast(*batch)
-        bar.update()
-
-    return run
 
 
 class Validator:
@@ -47,8 +32,7 @@ class Validator:
 
     def __init__(self, config: Config, samples: Samples, run: Run, metrics: Metrics) -> None:
         self.run, self.model, self.metrics, self.samples = run, run.assembly.model, metrics, samples
-        self.folder, self.settings, loggers = config.dump_folder, config.validation, config.metrics
-        self.logs_images = bool(loggers.loggers)
+        self.folder, self.settings = config.dump_folder, config.validation
         self.best = Best(config) if config.checkpoint.keep_best else None
         self.validated: tuple[int, Scores] | None = None  # the last step, and its scores
         self.seconds = 0.0  # of the last validation
@@ -89,11 +73,6 @@ class Validator:
         due = [every(self.settings.interval, each) for each in (step, step + 1)]
         return self.seconds * sum(due)
 
-    @property
-    def exhausted(self) -> bool:
-        """Return True if the scores have not improved for `validation.early_stop_patience` validations."""
-        return self.best is not None and self.best.exhausted
-
     def restart(self, step: int) -> None:
         """Forget the scores of steps after `step`, and validate its weights if that was due and not done."""
         self.validated = None
@@ -105,7 +84,7 @@ class Validator:
     def validate(self, step: int, is_last: bool = False) -> Scores | None:
         """Score the weights after `step`, once, write the scores, and compare them with the best so far.
 
-        Returns None if nothing is validated. Plots after the last step, and if a logger takes pictures.
+        Returns None if nothing is validated. Plots after the last step.
         """
         if self.validation is None:
             return None
@@ -113,7 +92,7 @@ class Validator:
         if not self.validated or self.validated[0] != step:
             self.validated = step, self._score(self.validation, step)
         scores = self.validated[1]
-        if self.settings.plots and (is_last or self.logs_images):
+        if self.settings.plots and is_last:
             with return_memory(self.model.device), self._averaged():  # on all ranks: they share the model
                 example = self.validation.last_date(self.forecast)
             if dist.get_rank() == 0:
@@ -126,10 +105,8 @@ class Validator:
         state, checkpointer, started = self.run.state, self.run.checkpointer, time.monotonic()
         if checkpointer:
             checkpointer.wait_for_staging()  # averages replace weights that are still being copied
-        number = len(validation.sampler) * (2 if state.average else 1)
-        bar = progress_bar(number, "batch", dist.get_rank() == 0, desc="validation")
-        forecast, loss = with_progress(self.forecast, bar), self.run.objective.loss_of_fields
-        with return_memory(self.model.device), span("validation"), bar:
+        forecast, loss = self.forecast, self.run.objective.loss_of_fields
+        with return_memory(self.model.device), span("validation"):
             with self._averaged():
                 scores = validation.run(forecast, self.baselines, loss)
             if state.average:
@@ -148,7 +125,7 @@ class Validator:
         return average.applied() if average else nullcontext()
 
     def _plot(self, step: int, scores: Scores, example: Example) -> None:
-        """Plot losses, errors against lead time and maps of the last date; log them too."""
+        """Plot losses, errors against lead time and maps of the last date."""
         from verification.plots import plot_run  # here, because it takes half a second of every start
 
         selection = self.samples.selection
@@ -156,8 +133,6 @@ class Validator:
             date, fields = example
             example = date, {n: (t, np.where(self.boundary, np.nan, f)) for n, (t, f) in fields.items()}
         try:
-            pictures = plot_run(self.folder, scores, example, selection.archive.grid, selection.land())
+            plot_run(self.folder, scores, example, selection.archive.grid, selection.land())
         except OSError as error:  # a full disk must not end a run
             logger.warning("plots of step %d are not written: %s", step, error)
-            return
-        self.metrics.log_images(step, pictures, scores.table())

@@ -3,7 +3,7 @@
 import os
 import time
 import tomllib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -54,13 +54,6 @@ class Logger:
             values = scalars(record).items()
             metrics = [Metric(name.replace("@", "-"), value, now, step) for name, value in values]
             self._send(self.client.log_batch, self.stored.id, metrics)
-
-    def log_images(self, step: int, pictures: Mapping[str, Path], scorecard: str) -> None:
-        if self.stored.lacks(step):
-            where = f"validation/step-{step:08d}"
-            for path in pictures.values():
-                self._send(self.client.log_artifact, self.stored.id, str(path), where)
-            self._send(self.client.log_text, self.stored.id, scorecard, f"{where}/scorecard.txt")
 
     def restart(self, step: int) -> None:
         self.stored.restart()

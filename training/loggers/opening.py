@@ -49,8 +49,8 @@ def address_and_port(text: str) -> tuple[str, int]:
 class Loggers:
     """Loggers by name. The first error of one is a warning, and its end; the run goes on.
 
-    A logger has the methods log(record) and close(), and may have log_images(step, pictures, scorecard) and
-    restart(step), after which later steps come again.
+    A logger has the methods log(record) and close(), and may have restart(step), after which later steps come
+    again.
     """
 
     def __init__(self) -> None:

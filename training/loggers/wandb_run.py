@@ -3,8 +3,6 @@
 import os
 import tomllib
 import uuid
-from collections.abc import Mapping
-from html import escape
 from pathlib import Path
 from typing import Any
 
@@ -36,12 +34,6 @@ class Logger:
     def log(self, record: dict[str, Any]) -> None:
         if self.stored.lacks(record["step"]):
             self.run.log(scalars(record), step=record["step"])
-
-    def log_images(self, step: int, pictures: Mapping[str, Path], scorecard: str) -> None:
-        if self.stored.lacks(step):
-            images = {f"plots/{name}": wandb.Image(str(path)) for name, path in pictures.items()}
-            table = wandb.Html(f"<pre>{escape(scorecard)}</pre>")
-            self.run.log(images | {"plots/scorecard": table}, step=step)
 
     def restart(self, step: int) -> None:
         self.stored.restart()

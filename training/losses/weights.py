@@ -32,11 +32,6 @@ def relative_l2_weights(mask: Tensor, target: Tensor) -> Tensor:
     return mask / squares.clamp_min(TINY)
 
 
-def variable_weights(given: tuple[float, ...], num_variables: int) -> Tensor:
-    """Return the user's weights (V,), or ones."""
-    return torch.tensor(given) if given else torch.ones(num_variables)
-
-
 def change_weights(change_ratio: Tensor, power: int = 2) -> Tensor:
     """Return weights (V,) 1 / (change std / std)^power: errors in units of a typical change over a step.
 

@@ -39,16 +39,11 @@ def lr_factor(
     return min_factor + (1 - min_factor) * DECAYS[decay_type](progress)
 
 
-def scheduled_factor(schedule: LrScheduler, steps: int, step: int) -> float:
-    """Return the factor of a configuration's schedule at step `step` of `steps`."""
-    shape = (schedule.decay_type, schedule.min_lr_factor, schedule.decay_ratio)
-    return lr_factor(step, steps, schedule.warmup_steps, *shape)
-
-
 def learning_rate(
     optimizer: Optimizer, schedule: LrScheduler, steps: int, global_batch: int, step: int
 ) -> float:
     """Return the learning rate of the update that ends step `step` of `steps`, of `global_batch` samples."""
     reference, ceiling = optimizer.lr_reference_batch_size, optimizer.lr_max
     peak = peak_lr(optimizer.lr, optimizer.lr_scaling, reference, global_batch, ceiling)
-    return peak * scheduled_factor(schedule, steps, step)
+    shape = (schedule.decay_type, schedule.min_lr_factor, schedule.decay_ratio)
+    return peak * lr_factor(step, steps, schedule.warmup_steps, *shape)
