@@ -86,7 +86,7 @@ def test_dense_line():
     record = dict(zip(CONTRACT, [10, 0.5, 1.0, 1e-3, 100.0, 0.1, 0.02, 1.5, 0.3, 0.4, 2.25, 0], strict=True))
     line = dense_line(record, steps=400)
     assert "data wait 20.0%" in line and "mfu 40.0%" in line
-    assert line.startswith("step  10/400  epoch 2.25  loss 0.50000")
+    assert line.startswith("step  10/400  epoch 2.25  0:00:39 left  loss 0.50000")
 
 
 def test_a_full_disk_costs_a_line_and_not_the_run(one_rank, tmp_path, caplog):

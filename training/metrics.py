@@ -8,6 +8,7 @@ import math
 import re
 import resource
 import time
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -140,8 +141,9 @@ def dense_line(record: dict[str, Any], steps: int) -> str:
     """Return the line of a logged step."""
     mfu = f"  mfu {record['mfu']:.1%}" if record["mfu"] is not None else ""
     wait = record["data_seconds"] / record["step_seconds"]
+    left = timedelta(seconds=round((steps - record["step"]) * record["step_seconds"]))  # at this rate
     return (
-        f"step {record['step']:>{len(str(steps))}}/{steps}  epoch {record['epoch']:.2f}"
+        f"step {record['step']:>{len(str(steps))}}/{steps}  epoch {record['epoch']:.2f}  {left} left"
         f"  loss {record['loss']:.5f}  grad_norm {record['grad_norm']:.3f}"
         f"  lr {record['lr']:.2e}  {record['samples_per_second']:.1f} samples/s"
         f"  {record['step_seconds']:.3f} s/step"
