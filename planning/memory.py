@@ -43,7 +43,7 @@ def memory(work: Workload) -> Memory:
 
 
 def stage_memory(work: Workload, first: bool, last: bool) -> Memory:
-    """The moments at which a step can be at its peak: the loss, backward of the first blocks, the update."""
+    """The moments at which a step can be at its peak: the loss, backward of the first and last blocks, the update."""
     model, tp, number = work.model, work.degrees.tp, work.rank_layers
     states, copies = state_bytes(work, first, last), work.in_flight(first)
     s, stored = unit_bytes(work), number * block_activations(work, work.ac_mode) * copies
@@ -94,6 +94,12 @@ def stage_memory(work: Workload, first: bool, last: bool) -> Memory:
         "gradients being reduced": down + reducing,
     }
     moments = {"loss": loss, "backward of the first block": backward, "backward of the second block": second}
+    # The peak where blocks keep little, next to whole gradients: with "every_n_blocks".
+    moments["backward of the last block"] = second | {
+        "gradients": earlier or own * (number - 1),
+        "gathered parameters": gathered_bytes(work, first, last, 1 + (number - 1) * work.reduces_last),
+        "activations": stored / number + stored_ends,
+    }
     if reducing:  # the gradients of a block are whole, in the precision of matrices, and being reduced
         both = reducing * (1 + work.itemsize / work.reduce_itemsize)
         done = {"recomputed": 0.0, "gradients of activations": 0.0, "gradients being reduced": both}
