@@ -43,7 +43,7 @@ def memory(work: Workload) -> Memory:
 
 
 def stage_memory(work: Workload, first: bool, last: bool) -> Memory:
-    """The moments at which a step can be at its peak: the loss, backward of the first and last blocks, the update."""
+    """The moments at which a step can be at its peak: the loss, backward of some blocks, the update."""
     model, tp, number = work.model, work.degrees.tp, work.rank_layers
     states, copies = state_bytes(work, first, last), work.in_flight(first)
     s, stored = unit_bytes(work), number * block_activations(work, work.ac_mode) * copies
