@@ -132,9 +132,9 @@ def train(config: Config, watchdog: Watchdog | None = None) -> None:
 
     # -- scores and plots, unless the run is to be started again
     if not stop:
-        scores = validator.validate(progress.step, is_last=True)
+        validator.validate(progress.step, is_last=True)
         if dist.get_rank() == 0:
-            print(f"\n{scores.table() if scores else 'nothing was validated'}\n\nthe run's folder: {folder}")
+            print(f"the run's folder: {folder}")
     metrics.close()
     leave(watchdog, agreement, run_folder, message, code)
 
