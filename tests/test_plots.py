@@ -48,6 +48,8 @@ def test_the_first_four_are_mapped(tmp_path: Path, drawn: dict[str, Figure]) -> 
     titles = [axes.get_title() for axes in drawn["maps.png"].axes if axes.get_title().startswith("truth")]
     assert titles == ["truth: z500 (m2 s-2)", "truth: t2m (K)", "truth: a", "truth: b"]
     assert "47 initial dates at 6 h, 7 at 240 h" in drawn["rmse.png"].get_suptitle()
-    assert [axes.get_title().split()[0] for axes in drawn["rmse.png"].axes[:5]] == NAMES
+    assert [axes.get_title().split()[0] for axes in drawn["rmse.png"].axes[:5]] == [
+        short_label(n) for n in NAMES
+    ]
     assert [axes.collections[0].get_clim() for axes in drawn["maps.png"].axes[:2]] == [(0, 3), (0, 3)]
     plt.close("all")

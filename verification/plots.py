@@ -99,7 +99,7 @@ def plot_lines(
         x=x, hue="forecast", col="variable", col_wrap=min(4, len(names)), sharey=False, **look
     )
     for axes, name, own in zip(panels.axs.flat, names, units, strict=False):
-        axes.set(title=f"{name} ({own})" if own else name, ylabel="")
+        axes.set(title=label_with(name, own), ylabel="")
         axes.grid(alpha=0.3)
     panels.fig.suptitle(title, y=1, va="bottom")
     save(panels.fig, target)

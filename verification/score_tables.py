@@ -132,7 +132,9 @@ def table(scores: Mapping[str, xr.Dataset], metric: str, title: str) -> str:
     leads = shown_leads(first["lead_time"].values[scored.values])
     for name in variable_names(first):
         values, dates = (select(whole, each, name).sel(lead_time=leads) for each in (metric, "num_dates"))
-        if metric != "rmse" and values.isnull().all():  # an RMSE that is not finite is shown as nan
+        if metric != "rmse":  # of which one that is not finite is shown as nan
+            values = values.dropna("forecast", how="all")
+        if not values.size:
             continue
         rows: Any = values.transpose("lead_time", "forecast").to_pandas()
         between = zip(dates.min("forecast").values, dates.max("forecast").values, strict=True)
