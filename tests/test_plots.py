@@ -8,6 +8,7 @@ import pytest
 from matplotlib.figure import Figure
 
 from datasets.grid import global_grid
+from datasets.variables import short_label
 from verification import plots
 from verification.plots import plot_run
 from verification.score_tables import by_variable
