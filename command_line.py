@@ -294,8 +294,9 @@ def load_config(argv: list[str]) -> Config:
     """
     overrides = parse_command_line(argv, SECTIONS)
     job = overrides.get("job", {})
-    of_run = Path(job.get("dump_folder") or "/dev/null", "config.toml")
-    default = str(of_run) if of_run.is_file() else in_project(DEFAULT_CONFIG)
+    folder = job.get("dump_folder", "")
+    of_run = Path(folder, "config.toml")
+    default = str(of_run) if folder and of_run.is_file() else in_project(DEFAULT_CONFIG)
     config_file = job.get("config_file", default)
     file = _with_paths(read_toml(config_file, SECTIONS), in_project)
     if "config_file" in file.get("job", {}):

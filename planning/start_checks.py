@@ -42,7 +42,7 @@ from planning.clusters import load_cluster, machine_known_as
 from planning.constants import GIB
 from planning.cost import checkpoint_size, checkpoint_storage
 from planning.hardware import Cluster
-from planning.search import Plan, capacity, cheapest_changes, check_device, fits, plan
+from planning.search import Plan, capacity, cheapest_changes, fits, plan
 from planning.workload import COPIES_AHEAD, workload_of
 from training.loggers.opening import check_loggers
 from training.process_settings import host_memory
@@ -191,10 +191,12 @@ def check_tokens(config: Config, grid: Grid) -> None:
 
 
 def plan_here(config: Config, selection: Selection, world_size: int) -> tuple[Plan, Cluster] | None:
-    """Return the plan of a run on this machine; None for models and GPUs that the planner does not know."""
+    """Return the plan of a run on this machine; None for models, adapters and GPUs that the planner does not
+    know.
+    """
     on_gpu, local = torch.cuda.is_available(), local_ranks()[1]
     name = machine_known_as(torch.cuda.get_device_name()) if on_gpu else "cpu"
-    if not name or not registered(config.model.name).planned:
+    if not name or not registered(config.model.name).planned or config.lora.enable:
         return None
     found = load_cluster(name).with_devices(local)
     work = workload_of(config, world_size, selection.archive.grid.shape, len(selection.variables))
@@ -237,7 +239,6 @@ def main(argv: list[str]) -> None:
     with one_line_errors():
         config = start(argv, __doc__, check)
         if found := plan_here(config, open_checked(config), num_ranks()):
-            check_device(found[0].work, found[1])
             check_disk(config, found[0])
             if warning := memory_warning(config, *found):
                 print_message(f"warning: {warning}")

@@ -95,6 +95,13 @@ def test_a_full_disk_is_named(small: Path, tmp_path: Path) -> None:
         check("2")
 
 
+def test_what_trains_here_and_is_not_planned_is_not_refused(tmp_path: Path) -> None:
+    """Float8 is emulated on a CPU; of adapters the planner would count all weights."""
+    main(options_in(tmp_path, "--float8.enable"))
+    selection = open_checked(config_in(tmp_path))
+    assert plan_here(config_in(tmp_path, "--lora.enable"), selection, 1) is None
+
+
 def test_a_model_that_does_not_fit_names_what_would(tmp_path: Path) -> None:
     """On 4 GiB, 96 blocks of width 1,024 with their moments: 1.2 billion parameters x 16 bytes."""
     size = ("--model.dim=1024", "--model.num_layers=96", "--model.num_heads=16")
