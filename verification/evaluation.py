@@ -110,28 +110,41 @@ class Tally:
         """Return the Datasets, once the table has all dates."""
         winds = wind_pairs(self.variables)
         names = [*self.variables, *winds]
-        rows = [*range(len(self.variables)), *(u for u, _ in winds.values())]  # of the areas, those of u
-        values, present = append_wind(self.table[:-2], self.table[-1] > 0, winds)
-        area, values = self.table[-2][..., rows, :], complete(values, self.statistics)
-        broken = values[self.statistics.index("mse")].isnan()  # the forecast is not finite
-        # Without a climatology a date has no anomalies.
-        weights = (present & (~values.isnan() | broken)).double()  # (S, n, L, V, R)
-        totals = torch.where(weights > 0, values, 0.0).sum(dim=1) / weights.sum(dim=1)  # (S, L, V, R)
-        num_dates = present.double().sum(dim=0)  # (L, V, R)
-        common_area = torch.where(present, area, 0.0).sum(dim=0) / num_dates
-        final = {"num_dates": num_dates, "common_area": common_area}
-        final |= final_scores(dict(zip(self.statistics, totals, strict=True)), self.num_members)
+        # One lead at a time: the table is large, and this makes several copies of what it reads.
+        final_by_lead, each_by_lead = zip(
+            *(self.lead_results(lead, winds) for lead in range(len(leads))), strict=True
+        )
+        final = {name: torch.stack([own[name] for own in final_by_lead]) for name in final_by_lead[0]}
         coords = {"metric": list(final), "region": regions, "lead_time": leads.astype("timedelta64[ns]")}
-        coords["num_dates"] = ("lead_time", num_dates.flatten(1).amax(1).long().cpu().numpy())
+        coords["num_dates"] = ("lead_time", final["num_dates"].flatten(1).amax(1).long().cpu().numpy())
         table = torch.stack(list(final.values())).permute(0, 3, 1, 2).cpu().numpy()
         scores = by_variable(table, ("metric", "region", "lead_time", "variable"), names, coords, units)
-        # Infinite where it is broken: NaN is a date that has no pair.
-        each = torch.where(broken, torch.inf, values).masked_fill(~present, torch.nan)[..., :1]
         coords |= {"time": dates.astype("datetime64[ns]"), "metric": list(self.statistics)}
         coords["region"] = regions[:1]
         dims = ("time", "metric", "region", "lead_time", "variable")
-        by_date = by_variable(each.permute(1, 0, 4, 2, 3).cpu().numpy(), dims, names, coords, units)
+        each = torch.stack(each_by_lead, dim=2)[..., None].permute(1, 0, 4, 2, 3)
+        by_date = by_variable(each.cpu().numpy(), dims, names, coords, units)
         return Evaluation(scores, by_date, self.spectra.result(leads) if self.spectra else None)
+
+    def lead_results(
+        self, lead: int, winds: Mapping[str, tuple[int, int]]
+    ) -> tuple[dict[str, Tensor], Tensor]:
+        """Return scores (V, R) of a lead, and the statistics of dates in the first region, (S, n, V)."""
+        table = self.table[:, :, lead]
+        rows = [*range(len(self.variables)), *(u for u, _ in winds.values())]  # of the areas, those of u
+        values, present = append_wind(table[:-2], table[-1] > 0, winds)
+        area, values = table[-2][..., rows, :], complete(values, self.statistics)
+        broken = values[self.statistics.index("mse")].isnan()  # the forecast is not finite
+        # Without a climatology a date has no anomalies.
+        weights = (present & (~values.isnan() | broken)).double()  # (S, n, V, R)
+        totals = torch.where(weights > 0, values, 0.0).sum(dim=1) / weights.sum(dim=1)  # (S, V, R)
+        num_dates = present.double().sum(dim=0)  # (V, R)
+        common_area = torch.where(present, area, 0.0).sum(dim=0) / num_dates
+        final = {"num_dates": num_dates, "common_area": common_area}
+        final |= final_scores(dict(zip(self.statistics, totals, strict=True)), self.num_members)
+        # Infinite where it is broken: NaN is a date that has no pair.
+        each = torch.where(broken, torch.inf, values).masked_fill(~present, torch.nan)
+        return final, each[..., 0].clone()  # not a view, which would keep all regions
 
 
 def evaluate(
