@@ -67,7 +67,6 @@ def parse(argv: list[str]) -> Namespace:
     add("target", metavar="TARGET", help="local folder, new or to be continued")
     add("--variables", nargs="+", default=[], metavar="NAME", help="default: all")
     add("--levels", nargs="+", type=int, default=[], metavar="HPA", help="of variables without a level")
-    add("--static", nargs="*", metavar="NAME", help="constant fields; default: all")
     add("--period", nargs=2, default=[], metavar=("FIRST", "LAST"), help="dates, both included")
     add("--region", nargs=4, type=float, default=[], metavar=("NORTH", "WEST", "SOUTH", "EAST"))
     add("--grid", default="", metavar="HxW", help="regrid: 121x240 has rows on the poles, 32x64 has none")
@@ -90,7 +89,7 @@ def choose_variables(archive: Archive, options: Namespace) -> list[str]:
             refuse("--levels", level, f"{archive.path!r} has no variable on this level; name another")
     chosen = options.variables or [n for n in known if not levels or split_name(n)[1] in (None, *levels)]
     found = [each for name in expand_levels(chosen, levels) for each in named_by([name], known) or [name]]
-    return [name for name in dict.fromkeys(found) if name not in (options.static or [])]
+    return list(dict.fromkeys(found))
 
 
 def choose_dates(archive: Archive, names: Sequence[str], period: Sequence[str]) -> np.ndarray:
@@ -326,8 +325,7 @@ class Conversion:
         for name in self.names:
             attributes = {"variable": name, "units": self.archive.units(name), **packings.get(name, {})}
             dataset[array_name(name)] = AXES, empty, attributes
-        static = self.options.static
-        for name in self.archive.static_variables if static is None else static:
+        for name in self.archive.static_variables:
             field = self.fit(self.archive.read_static(name))
             dataset[array_name(name)] = AXES[1:], field, {"variable": name, "units": units(name)}
         size = np.dtype(self.options.dtype).itemsize * math.prod(self.grid.shape)

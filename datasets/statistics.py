@@ -45,7 +45,6 @@ class Sums:
     variables: np.ndarray  # (V,) names
     # (V,) around which squares are taken: 5e4 m2 s-2 squared would lose seven of the sixteen digits.
     shift: np.ndarray
-    log_scales: np.ndarray  # (V,) of `to_logarithm`
     total: np.ndarray  # (V, H, W) float64, of values
     count: np.ndarray  # (V, H, W) or, while no cell is missing, (V, 1, 1)
     dates: list[np.datetime64] = field(default_factory=list)  # in the order in which they were read
@@ -56,7 +55,7 @@ class Sums:
         """Return the sums over no date; shift (V,) is near the means."""
         names, shape = np.array(source.variables), source.fields.grid.shape
         total, count = np.zeros((len(names), *shape)), np.zeros((len(names), 1, 1), np.int64)
-        return cls(names, shift, source.log_scales, total, count)
+        return cls(names, shift, total, count)
 
     def add(
         self, date: np.datetime64, now: np.ndarray, before: np.ndarray | None, area: np.ndarray, path: str
@@ -68,26 +67,19 @@ class Sums:
         """
         columns, names = np.zeros((len(now), NUM_COLUMNS)), self.variables.tolist()
         columns_of = partial(state_columns, date, area=area, path=path)
-        states = _pool().map(columns_of, names, now, self.shift, self.log_scales)
+        states = _pool().map(columns_of, names, now, self.shift)
         columns[:, : STATE.stop] = list(states)
         has_values = not (columns[:, MISSING] == now[0].size).any()
         if not has_values:
             columns[:, STATE] = 0
         elif before is not None:
-            pairs = (map(to_logarithm, each, self.log_scales) for each in (now, before))
-            columns[:, CHANGE] = list(_pool().map(partial(sum_moments, area=area), *pairs))
+            columns[:, CHANGE] = list(_pool().map(partial(sum_moments, area=area), now, before))
         self.dates.append(date)
         self.rows.append(columns)
         if has_values:
             self.count = self.count + (np.isfinite(now) if columns[:, MISSING].any() else 1)
             np.add(self.total, now, out=self.total, where=np.isfinite(now))
         return has_values
-
-    def merge(self, other: Self) -> None:
-        """Add the sums over other dates."""
-        self.total, self.count = self.total + other.total, self.count + other.count
-        self.dates += other.dates
-        self.rows += other.rows
 
     def table(self) -> tuple[np.ndarray, np.ndarray]:
         """Return the dates (n,), in order, and their rows (n, V, NUM_COLUMNS)."""
@@ -103,35 +95,19 @@ class Sums:
 
     def mean_field(self) -> np.ndarray:
         """Return (V, H, W) float32: the mean over the dates, the variable's where a cell has no value."""
-        mean = from_logarithm(self.moments()[0], self.log_scales)[:, None, None]
+        mean = self.moments()[0][:, None, None]
         with np.errstate(invalid="ignore"):
             return np.where(self.count > 0, self.total / self.count, mean).astype(np.float32)
 
 
-def to_logarithm(values: np.ndarray, scale: float) -> np.ndarray:
-    """Return log(1 + x / scale) of the values x of a variable; scale 0: the values (data.log1p)."""
-    return np.log1p(np.maximum(values, 0) / values.dtype.type(scale)) if scale else values
-
-
-def from_logarithm(values: np.ndarray, scales: np.ndarray) -> np.ndarray:
-    """Return the values (V,) whose `to_logarithm` these are."""
-    return np.where(scales > 0, np.expm1(values * (scales > 0)) * scales, values)
-
-
 def state_columns(
-    date: np.datetime64,
-    name: str,
-    values: np.ndarray,
-    shift: float,
-    log_scale: float,
-    area: np.ndarray,
-    path: str,
+    date: np.datetime64, name: str, values: np.ndarray, shift: float, area: np.ndarray, path: str
 ) -> list[float]:
     """Return the columns of a variable's field (H, W) up to those of its state. Raises DataError."""
     refuse_fills(values[None], [name], date, path)
     finite = values[np.isfinite(values)]
     missing = values.size - finite.size
-    moments = sum_moments(to_logarithm(values, log_scale), shift, area)
+    moments = sum_moments(values, shift, area)
     return [missing, *count_implausible(values, finite, name), *moments]
 
 
@@ -160,10 +136,7 @@ def _pool() -> ThreadPoolExecutor:
 
 @dataclass(frozen=True, eq=False)
 class Statistics:
-    """Area-weighted moments of each variable over the training period, in its units.
-
-    With data.log1p the first three are those of log(1 + x / s).
-    """
+    """Area-weighted moments of each variable over the training period, in its units."""
 
     mean: np.ndarray  # (V,)
     std: np.ndarray  # (V,)
@@ -251,18 +224,11 @@ class Source:
     dates: np.ndarray  # indices into fields.times
     step: np.timedelta64  # of the model
     weights: np.ndarray  # (H,) of area; missing cells count in no moment
-    scales: Sequence[float] = ()  # (V,) of data.log1p; (): none
-
-    @property
-    def log_scales(self) -> np.ndarray:
-        """The scale of each variable, (V,), 0 for one that is as it is."""
-        return np.array(self.scales or [0.0] * len(self.variables))
 
     @cached_property
     def fingerprint(self) -> str:
         """The fingerprint of the data."""
-        found = fingerprint_of(self.fields, self.variables, self.dates, self.step)
-        return f"{found} log1p {self.scales}" if any(self.scales) else found
+        return fingerprint_of(self.fields, self.variables, self.dates, self.step)
 
 
 def stored_statistics(cache: Path, source: Source) -> Statistics | None:
@@ -385,7 +351,6 @@ class Counting:
 def first_shift(source: Source) -> np.ndarray:
     """Return (V,): the means of the first date that counts, around which all squares are taken."""
     first = source.fields.read(int(source.dates[0]), source.variables)
-    first = np.stack([to_logarithm(*each) for each in zip(first, source.log_scales, strict=True)])
     valid = np.isfinite(first)
     total = np.where(valid, first, 0).sum(axis=(1, 2), dtype=np.float64)
     return total / np.maximum(valid.sum(axis=(1, 2)), 1)

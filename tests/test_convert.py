@@ -92,12 +92,9 @@ def test_every_layout_comes_back(layout: Callable, tmp_path: Path, truth: xr.Dat
         )
 
 
-def test_anemoi_comes_back_and_its_mask_without_dates(tmp_path: Path, truth: xr.Dataset) -> None:
-    found = convert(
-        anemoi(tmp_path, truth), tmp_path / "out", "--static", "land_sea_mask", "--dtype", "float32"
-    )
-    assert sorted(found.variables) == ["2m_temperature", "temperature:500"]
-    assert found.static_variables == ["land_sea_mask"]
+def test_anemoi_comes_back(tmp_path: Path, truth: xr.Dataset) -> None:
+    found = convert(anemoi(tmp_path, truth), tmp_path / "out", "--dtype", "float32")
+    assert sorted(found.variables) == ["2m_temperature", "land_sea_mask", "temperature:500"]
     t2m = found.read_block(0, 5, ["2m_temperature"])[:, 0]
     np.testing.assert_array_equal(t2m, truth["2m_temperature"].values)
     np.testing.assert_array_equal(found.read_static("land_sea_mask"), truth.land_sea_mask.values)
@@ -145,12 +142,12 @@ def test_a_bit_that_turned_over_in_a_value_is_seen(tmp_path: Path, truth: xr.Dat
 # -- selection
 
 
-def test_variables_levels_period_and_static(tmp_path: Path, truth: xr.Dataset) -> None:
+def test_variables_levels_and_period(tmp_path: Path, truth: xr.Dataset) -> None:
     source = EXACT[0](tmp_path, truth)
-    chosen = ["--variables", "geopotential", "temperature:850", "--levels", "500", "1000", "--static"]
+    chosen = ["--variables", "geopotential", "temperature:850", "--levels", "500", "1000"]
     found = convert(source, tmp_path / "a", *chosen, "--period", "2019-12-31T12", "2020-01-01")
     assert set(found.variables) == {"geopotential:500", "geopotential:1000", "temperature:850"}
-    assert len(found.times) == 4 and not found.static_variables
+    assert len(found.times) == 4
     assert set(convert(source, tmp_path / "b", "--levels", "850").variables) == {
         "geopotential:850",
         "temperature:850",

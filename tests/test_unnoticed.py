@@ -11,9 +11,7 @@ import zarr
 
 import evaluate as evaluate_py
 import forecast
-from config import Data
 from datasets.archive import open_archive
-from datasets.channels import Channels
 from datasets.convert import main as convert
 from datasets.describe import main as describe
 from datasets.grid import Grid, coarser, global_grid
@@ -162,16 +160,6 @@ def test_another_static_field_is_another_meaning_of_the_weights(trained):
     with pytest.raises(ConfigError, match="the field land_sea_mask = .*was trained with"):
         run_train(*options, "--data.static_path", str(folder / "other.nc"), "--training.steps=4")
     run_train(*options, "--data.static_path", str(folder / "mask.nc"), "--training.steps=3")
-
-
-def test_the_logarithm_of_a_variable_is_another_channel():
-    def channels(*log1p: str) -> Channels:
-        data = Data(variables=(T2M,), diagnostic_variables=("rain",), history=2, log1p=log1p)
-        return Channels.of(data)
-
-    plain, log = channels(), channels("rain=1e-5")
-    assert plain.outputs == [T2M, "rain"] and log.outputs == [T2M, "rain as log(1 + x / 1e-05)"]
-    assert set(plain.inputs) & set(log.inputs) == {T2M, f"{T2M} 6 h before"}
 
 
 # -- forecasts
