@@ -25,12 +25,11 @@ from datasets.grid import latitude_bounds
 from datasets.options import check_selection, parse_selection
 from datasets.plausibility import count_implausible, implausible_kinds, undeclared_fill
 from datasets.remote import is_url
-from datasets.variables import OFTEN_ZERO, ON_LEVELS, group_levels, join_name
+from datasets.variables import OFTEN_ZERO, group_levels, join_name
 from errors import DataError, end_when_interrupted, one_line_errors, without_secrets
 
 SAMPLED_DATES = 24
-HELD_OUT = 0.15  # of the dates, for validation, where there are fewer than three years
-YEAR = np.timedelta64(365, "D")
+HELD_OUT = 0.15  # of the dates, for validation
 LONGEST_LEAD = np.timedelta64(24, "h")  # default of validation.lead_hours
 
 
@@ -159,11 +158,9 @@ def data_section(archive: Archive, path: str, select: Sequence[str]) -> str:
     """Return the TOML of a [data] section that trains, and of [validation] where its default does not fit."""
     train, validation = split_periods(archive.times)
     step = max(1, round(usual_hours(archive.times)))
-    names, levels = _short_names(archive.variables)
     section: dict[str, Any] = {
         "path": path if is_url(path) else os.path.abspath(path),
-        "variables": names,
-        **({"levels": levels} if levels else {}),
+        "variables": archive.variables,
         **({"static_variables": archive.static_variables} if archive.static_variables else {}),
         **({"select": list(select)} if select else {}),
         "grid_shape": list(archive.grid.shape),
@@ -180,23 +177,11 @@ def data_section(archive: Archive, path: str, select: Sequence[str]) -> str:
     return without_secrets("\n".join(["[data]", *lines]))
 
 
-def _short_names(variables: Sequence[str]) -> tuple[list[str], list[int]]:
-    """Return names and levels that expand to these variables; no levels unless all have the same."""
-    groups = group_levels(variables)
-    level_sets = {tuple(sorted(filter(None, own))) for own in groups.values() if None not in own}
-    plain = all((None in own) != (base in ON_LEVELS) for base, own in groups.items())
-    if len(level_sets) == 1 and plain:
-        return list(groups), list(level_sets.pop())
-    return list(variables), []
-
-
 def split_periods(times: np.ndarray) -> tuple[list[str], list[str]]:
-    """Return training and validation period: the last whole year of three or more, else the last part."""
-    first = times[-1].astype("datetime64[Y]").astype("datetime64[s]")
-    if times[-1] - times[0] < 3 * YEAR or (times >= first).sum() < 2:
-        first = times[int(len(times) * (1 - HELD_OUT))]
-        first = max(times[min(2, len(times) - 1)], min(first, times[-1] - LONGEST_LEAD))
-        first = first if len(times) < 20 else first.astype("datetime64[D]").astype("datetime64[s]")
+    """Return training and validation period: the last part of the dates validates."""
+    first = times[int(len(times) * (1 - HELD_OUT))]
+    first = max(times[min(2, len(times) - 1)], min(first, times[-1] - LONGEST_LEAD))
+    first = first if len(times) < 20 else first.astype("datetime64[D]").astype("datetime64[s]")
     before = times[times < first]
     periods = (before[0], before[-1]), (first, times[-1])
     train, validation = ([str(start).removesuffix("T00:00:00"), str(end)] for start, end in periods)
