@@ -3,8 +3,8 @@
     .venv/bin/python -m datasets.convert SOURCE TARGET
     .venv/bin/python -m datasets.convert era5/ era5.zarr --variables geopotential 2m_temperature --levels 500
 
-If the command is killed, the same command continues; if SOURCE has got later dates, it appends them. A worker
-needs about 3.5 GiB of memory at most. Exit codes: 0, 1 an error of the disk or a lost worker, 2 bad input.
+If the command is killed, the same command continues. A worker needs about 3.5 GiB of memory at most.
+Exit codes: 0, 1 an error of the disk or a lost worker, 2 bad input.
 """
 
 import ctypes
@@ -35,7 +35,7 @@ from tqdm.dask import TqdmCallback
 from zarr.codecs import BloscCodec, Crc32cCodec
 
 from command_line import OneLineParser
-from datasets.archive import COMPARED_DATES, Archive, open_archive
+from datasets.archive import Archive, open_archive
 from datasets.dates import consecutive, evenly_spaced, is_inside
 from datasets.fields import Decoding
 from datasets.files import TRAINING_STORE, find_files
@@ -46,14 +46,11 @@ from datasets.variables import expand_levels, named_by, split_name, units
 from errors import DataError, RunFailed, end_when_interrupted, one_line_errors, refuse, without_secrets
 from jobs.durable_files import write_durably
 
-DONE = "conversion"  # folder in a store that is not complete: its dates, a file for each part that is written
-DATES = "dates.json"  # in it: seconds since 1970, fixed when the first part is begun
+DONE = "conversion"  # folder in a store that is not complete: a file for each part that is written
 SHARD_DATES, SHARD_BYTES, PART_BYTES = 512, 2**28, 2**30  # at most
 SAMPLED_DATES = 16  # for scales and offsets of float16
 LARGEST_RMS = 1 / 200  # error of a float16 field, in units of the scale
 AXES = ("time", "latitude", "longitude")
-ATTRIBUTES = ("variable", "units", "scale_factor", "add_offset")  # of a variable
-OF_A_RUN = ("source", "period")  # that may differ when dates are appended
 Part = tuple[int, int, list[str]]  # dates [start, stop) of some variables: at most a shard of each
 # Zarr 3 does not specify consolidated metadata, and the folder of parts is no array.
 warnings.filterwarnings("ignore", message="Consolidated metadata|Object at .* is not recognized")
@@ -237,32 +234,21 @@ class Conversion:
         return regridded.reshape(*fields.shape[:-2], *self.grid.shape)
 
     def run(self) -> None:
-        """Write the dates that the store lacks. Raises ConfigError, DataError, RunFailed."""
+        """Write the parts that the store lacks. Raises ConfigError, DataError, RunFailed."""
         if "options" not in read_attributes(self.target):
             self.create()
-        group, complete = self.group, self.group.attrs["complete"]
-        if "complete_dates" not in group.attrs:
-            refuse("TARGET", str(self.target), "it is of an earlier version; convert to another folder")
-        self.check_options(group, complete)
-        before = group["time"][: group.attrs["complete_dates"]].astype("datetime64[s]")
-        new = self.begun_dates()
-        if new is None:
-            new = self.times[~np.isin(self.times, before)]
-        elif len(lost := new[~np.isin(new, self.times)]):
-            reason = f"it lacks {lost[0]}, one of the dates with which {str(self.target)!r} was begun"
-            refuse("SOURCE", self.options.source, f"{reason}; convert to another TARGET")
-        if len(before) and len(new) and new[0] < before[-1]:
-            reason = f"{str(self.target)!r} lacks its date {new[0]} and has {before[-1]}"
-            refuse("SOURCE", self.options.source, f"{reason}: only later dates are appended; use --period")
-        if complete and len(new):
-            self.check_values(before)
-        if not complete or len(new):
-            (self.target / DONE).mkdir(exist_ok=True)
-            group.update_attributes({"complete": False, "options": self.fixed_options()})
-            self.write(np.concatenate([before, new]), len(before))
-        if not np.isin(self.times, np.concatenate([before, new])).all():  # dates since it was begun
-            return self.run()
-        print(f"{self.target}: complete, {len(before) + len(new)} dates of {len(self.names)} variables")
+        group = self.group
+        self.check_options(group)
+        times = group["time"][:].astype("datetime64[s]")
+        if not group.attrs["complete"]:
+            if len(lost := times[~np.isin(times, self.times)]):
+                reason = f"it lacks {lost[0]}, one of the dates with which {str(self.target)!r} was begun"
+                refuse("SOURCE", self.options.source, f"{reason}; convert to another TARGET")
+            self.write()
+        print(f"{self.target}: complete, {len(times)} dates of {len(self.names)} variables")
+        if len(others := np.setdiff1d(self.times, times)):
+            fix = "convert them with --period to another TARGET, which data.more_paths joins to this one"
+            print(f"SOURCE has {len(others)} other dates, the first {others[0]}: {fix}")
 
     def packings(self, names: Sequence[str]) -> dict[str, Decoding]:
         """Return the scales and offsets of variables in the store, none where it is of float32."""
@@ -273,49 +259,28 @@ class Conversion:
             for name, own in attributes.items()
         }
 
-    def begun_dates(self) -> np.ndarray | None:
-        """Return the dates that a killed attempt was writing, None if there was none."""
-        path = self.target / DONE / DATES
-        return np.array(json.loads(path.read_text()), "datetime64[s]") if path.exists() else None
-
     def fixed_options(self) -> dict[str, Any]:
         """Return the options that may not differ when a conversion is continued."""
         source = self.options.source if is_url(self.options.source) else os.path.abspath(self.options.source)
         found = vars(self.options) | {"variables": self.names, "source": without_secrets(source)}
         return {key: found[key] for key in found if key not in ("target", "levels", "workers", "scheduler")}
 
-    def check_options(self, group: Any, complete: bool) -> None:
+    def check_options(self, group: Any) -> None:
         """Raise ConfigError for options or a grid with which the store was not begun."""
         for name, value in self.fixed_options().items():
             known = group.attrs["options"].get(name)
-            if value != known and not (complete and name in OF_A_RUN):
+            if value != known:
                 fix = f"{str(self.target)!r} was begun with {known!r}; use that, or another TARGET"
                 refuse("SOURCE" if name == "source" else f"--{name}", value, fix)
         if not Grid(group["latitude"][:], group["longitude"][:]).same_as(self.grid):
             refuse("SOURCE", self.options.source, f"its grid is not that of {str(self.target)!r}; use --grid")
 
-    def check_values(self, before: np.ndarray) -> None:
-        """Raise ConfigError if the source has other values than the store at the newest of the dates `before`
-        (ERA5 replaces its preliminary days) or at some older ones.
-        """
-        stored, packings = open_archive(str(self.target)), self.packings(self.names)
-        for date in np.union1d(evenly_spaced(before, COMPARED_DATES), before[-COMPARED_DATES:]):
-            index, own = (int(np.searchsorted(each.times, date)) for each in (self.archive, stored))
-            theirs, ours = self.fit(self.archive.read(index, self.names)), stored.read(own, self.names)
-            for name, new, old in zip(self.names, theirs, ours, strict=True):
-                room: Any = 0.0
-                if name in packings:
-                    room = 2 * allowed_error(np.nan_to_num(old.astype(np.float64)), packings[name])
-                if not np.allclose(new, old, rtol=0, atol=room, equal_nan=True):
-                    reason = f"its {name} at {date} is not that of {str(self.target)!r}"
-                    refuse("SOURCE", self.options.source, f"{reason}; convert to another TARGET")
-
     def create(self) -> None:
-        """Write a store without dates, after removal of what a killed attempt has left."""
+        """Write a store without values, after removal of what a killed attempt has left."""
         for path in self.target.iterdir():
             shutil.rmtree(path) if path.is_dir() else path.unlink()
         (self.target / DONE).mkdir()
-        dataset = xr.Dataset(attrs={TRAINING_STORE: 1, "complete": False, "complete_dates": 0})
+        dataset = xr.Dataset(attrs={TRAINING_STORE: 1, "complete": False})
         since = {"units": "seconds since 1970-01-01", "calendar": "proleptic_gregorian"}
         dataset["time"] = "time", np.empty(0, np.int64), since | {"standard_name": "time"}
         for name, unit in (("latitude", "degrees_north"), ("longitude", "degrees_east")):
@@ -334,7 +299,11 @@ class Conversion:
         arrays = dataset.variables.items()
         encoding = {str(name): encoding_of(variable, shard_dates) for name, variable in arrays}
         dataset.to_zarr(self.target, mode="a", zarr_format=3, consolidated=False, encoding=encoding)
-        self.group.update_attributes({"options": self.fixed_options()})
+        group = self.group
+        for name in ("time", *map(array_name, self.names)):
+            group[name].resize((len(self.times), *group[name].shape[1:]))
+        group["time"][:] = self.times.astype(np.int64)
+        group.update_attributes({"options": self.fixed_options()})
 
     def estimate_packings(self) -> dict[str, dict[str, float]]:
         """Return the scale and offset of each variable, from dates that are evenly spaced."""
@@ -351,19 +320,16 @@ class Conversion:
                 packings[name] = {"scale_factor": packing.scale, "add_offset": packing.offset}
         return packings
 
-    def write(self, times: np.ndarray, start: int) -> None:
-        """Write times[start:] and the parts of these dates that are not written."""
-        group = self.group
-        write_durably(self.target / DONE / DATES, json.dumps(times[start:].astype(int).tolist()))
+    def write(self) -> None:
+        """Write the parts that are not written, and then that the store is complete."""
         for leftover in self.target.rglob("*.partial"):  # of zarr, when a process is killed
             leftover.unlink()
-        for name in ("time", *map(array_name, self.names)):
-            group[name].resize((len(times), *group[name].shape[1:]))
-        group["time"][start:] = times[start:].astype(np.int64)
-        parts = self.plan_parts(times, start)
-        pending = [delayed(self.write_part)(part) for part in parts if not self.mark_of(part).exists()]
-        run_parts(pending, self.options)
-        self.finish()
+        pending = [part for part in self.plan_parts() if not self.mark_of(part).exists()]
+        run_parts([delayed(self.write_part)(part) for part in pending], self.options)
+        group = self.group
+        group.update_attributes({"complete": True})
+        zarr.consolidate_metadata(group.store)
+        shutil.rmtree(self.target / DONE)
 
     def mark_of(self, part: Part) -> Path:
         """Return the file that exists when a part is on the disk."""
@@ -371,14 +337,14 @@ class Conversion:
         key = f"{start} {stop} {' '.join(names)}"
         return self.target / DONE / f"{hashlib.sha256(key.encode()).hexdigest()[:32]}.json"
 
-    def plan_parts(self, times: np.ndarray, start: int) -> list[Part]:
-        """Return the parts of times[start:]: a shard of variables that the source stores together."""
-        shards = self.group[array_name(self.names[0])].shards
-        dates, most = shards[0], max(1, PART_BYTES // (shards[0] * self.largest_field))
+    def plan_parts(self) -> list[Part]:
+        """Return the parts: a shard of dates of variables that the source stores together."""
+        first = self.group[array_name(self.names[0])]
+        count, dates = first.shape[0], first.shards[0]
+        most = max(1, PART_BYTES // (dates * self.largest_field))
         together = self.archive.group_by_array(self.names)
         groups = [names[i : i + most] for names in together for i in range(0, len(names), most)]
-        cuts = [start, *range((start // dates + 1) * dates, len(times), dates), len(times)]
-        return [(a, b, names) for a, b in zip(cuts[:-1], cuts[1:], strict=True) for names in groups]
+        return [(a, min(a + dates, count), names) for a in range(0, count, dates) for names in groups]
 
     def write_part(self, part: Part) -> None:
         """Read, check and write a part. Raises DataError."""
@@ -395,17 +361,6 @@ class Conversion:
             dataset[array_name(name)] = AXES, values[:, v]
         dataset.to_zarr(self.target, region={"time": slice(start, stop)}, zarr_format=3, consolidated=False)
         write_durably(self.mark_of(part), "")
-
-    def finish(self) -> None:
-        """Write that the store is complete."""
-        group = self.group
-        for name in map(array_name, self.names):
-            attributes = group[name].attrs
-            # Earlier versions also wrote statistics, which would not be those of all dates any more.
-            attributes.put({key: attributes[key] for key in ATTRIBUTES if key in attributes})
-        group.update_attributes({"complete": True, "complete_dates": group["time"].shape[0]})
-        zarr.consolidate_metadata(group.store)
-        shutil.rmtree(self.target / DONE)
 
 
 # -- processes
