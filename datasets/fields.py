@@ -173,7 +173,7 @@ class Field:
     units: str = ""
     dims: tuple[str, ...] = ()
     chunks: tuple[int, ...] | None = None  # elements that are decoded together
-    selected: Mapping[int, int] = field(default_factory=dict)  # number of a dimension -> position, default 0
+    selected: Mapping[int, int] = field(default_factory=dict)  # number of a dropped dimension -> position
     labels: Mapping[str, np.ndarray] = field(default_factory=dict)  # of axes of forecasts and climatologies
 
     def chunk(self, role: str) -> int:
@@ -199,8 +199,7 @@ class Field:
         the final ones. Raises DataError naming the file and the date.
         """
         key = tuple(
-            slices.get(role, slice(None)) if role else self.selected.get(i, 0)
-            for i, role in enumerate(self.roles)
+            slices.get(role, slice(None)) if role else self.selected[i] for i, role in enumerate(self.roles)
         )
         stored = self._fetch(key)
         values = self.decoding.decode(stored)
@@ -212,9 +211,7 @@ class Field:
             values = values.reshape(*values.shape[:-1], -1, self.orientation.shape[1])
             roles = [*roles[:-1], "latitude", "longitude"]
         order = ("expver", *axes, "latitude", "longitude")
-        block = values.transpose([roles.index(role) for role in order if role in roles])
-        for position, role in enumerate(order):
-            block = block if role in roles else np.expand_dims(block, position)
+        block = xr.Variable(roles, values).set_dims(order).values
         merged = block[0]
         for version in block[1:]:
             merged = np.where(np.isnan(merged), version, merged)

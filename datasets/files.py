@@ -273,20 +273,25 @@ def coordinate_times(file: OpenFile, name: str) -> np.ndarray:
     return times
 
 
-def select_position(file: OpenFile, variable: xr.Variable, axis: int, selection: Mapping[str, str]) -> int:
-    """Return the position that is selected on a dimension. Raises ConfigError."""
-    name = str(variable.dims[axis])
-    return find_position(name, selection[name], dim_labels(file, name), variable.shape[axis])
+def select_elements(
+    file: OpenFile, variable: xr.Variable, roles: Sequence[str], selection: Mapping[str, str]
+) -> dict[int, int]:
+    """Return the positions that are read of the dimensions without a role: number of a dimension -> position.
 
-
-def check_dims(
-    file: OpenFile, variable: xr.Variable, roles: Sequence[str], selected: Mapping[int, int]
-) -> None:
-    """Raise DataError for dates as values, and for a dimension of which no element is selected."""
+    Raises ConfigError for a label that is not there, DataError for dates as values, and for a dimension of
+    which no element is selected.
+    """
     if " since " in str(variable.attrs.get("units", "")):
         raise DataError(f"its units are {variable.attrs['units']!r}: dates")
-    for axis, (dim, size, role) in enumerate(zip(variable.dims, variable.shape, roles, strict=True)):
-        if not role and size > 1 and axis not in selected:
-            first = (dim_labels(file, str(dim)) or ["0"])[0]
-            fix = f"choose one with data.select = ['{dim}={first}']"
+    positions = {}
+    for axis, (dim, size, role) in enumerate(
+        zip(map(str, variable.dims), variable.shape, roles, strict=True)
+    ):
+        if role:
+            continue
+        labels = dim_labels(file, dim)
+        if dim not in selection and size > 1:
+            fix = f"choose one with data.select = ['{dim}={labels[0] if labels else 0}']"
             raise DataError(f"it has a dimension {dim} of size {size}; {fix}")
+        positions[axis] = find_position(dim, selection[dim], labels, size) if dim in selection else 0
+    return positions

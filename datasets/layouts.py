@@ -12,11 +12,10 @@ from datasets.files import (
     ROLES,
     TRAINING_STORE,
     OpenFile,
-    check_dims,
     coordinate_times,
     decode_times,
     find_coordinate,
-    select_position,
+    select_elements,
 )
 from datasets.remote import NO_OPTIONS, Access, describe_error
 from datasets.variables import (
@@ -93,9 +92,6 @@ def _named_fields(
         roles = tuple(file.role(dim, roles_of) for dim in dims)
         if not {"latitude", "longitude"} <= set(roles) or variable.dtype.kind not in "fiub":
             continue
-        selected = {
-            i: select_position(file, variable, i, selection) for i, dim in enumerate(dims) if dim in selection
-        }
         level_dim, names = dims[roles.index("level")] if "level" in roles else None, (full_name(name),)
         try:
             time_name = find_time_coordinate(file, dims, roles, roles_of)
@@ -104,7 +100,7 @@ def _named_fields(
             labelled = {role: dim for role, dim in zip(roles, dims, strict=True) if role in LABELLED}
             axes |= {d: axis_labels(file, d, role) for role, d in labelled.items() if d not in axes}
             names = _find_names(file, name, level_dim, roles_of)
-            check_dims(file, variable, roles, selected)
+            selected = select_elements(file, variable, roles, selection)
             units, conversion = unit_conversion(names[0], str(variable.attrs.get("units", "")))
             decoding = find_decoding(name, variable, conversion)
         except DataError as error:
@@ -240,9 +236,8 @@ def open_anemoi(file: OpenFile, selection: Mapping[str, str]) -> list[Field]:
     shape, data = tuple(file.attrs.get("field_shape", ())), file.arrays["data"]
     if len(shape) != 2:
         raise DataError(f"its data have field_shape {shape}: not rows and columns of a grid")
-    roles, ensemble = ("time", "level", "", "cell"), str(data.dims[2])
-    selected = {2: select_position(file, data, 2, selection)} if ensemble in selection else {}
-    check_dims(file, data, roles, selected)
+    roles = ("time", "level", "", "cell")
+    selected = select_elements(file, data, roles, selection)
     latitude, longitude = (file.fetch(name).reshape(shape) for name in ("latitudes", "longitudes"))
     turned = (longitude - longitude[:1] + 180) % 360 - 180
     if max(np.ptp(latitude, axis=1).max(), np.abs(turned).max()) > 1e-3:

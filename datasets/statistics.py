@@ -10,7 +10,7 @@ import logging
 import time
 import zipfile
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, fields, replace
 from functools import cache, cached_property, partial
@@ -176,24 +176,15 @@ class Statistics:
         return {name: getattr(self, name).tolist() for name in ("mean", "std", "change_std")}
 
     def write(self, path: Path) -> None:
-        """Write the statistics atomically, with a checksum. Raises OSError."""
-        arrays = {each.name: np.asarray(getattr(self, each.name)) for each in fields(self)}
+        """Write the statistics atomically; the archive has checksums. Raises OSError."""
         with replacing(path) as file:
-            np.savez(file, **arrays, checksum=np.array(_checksum(arrays)))  # type: ignore[reportArgumentType]
-
-
-def _checksum(arrays: Mapping[str, np.ndarray]) -> str:
-    found = hashlib.sha256()
-    for name in sorted(arrays):
-        found.update(f"{name} {arrays[name].dtype.str} {arrays[name].shape}".encode())
-        found.update(np.ascontiguousarray(arrays[name]).tobytes())
-    return found.hexdigest()
+            np.savez(file, **{each.name: np.asarray(getattr(self, each.name)) for each in fields(self)})
 
 
 def read_statistics(path: Path) -> Statistics | None:
     """Return stored statistics, None if there are none or, with a warning, if the file is damaged.
 
-    Raises DataError if the numbers are not those that were written; files of older versions have no checksum.
+    Raises DataError if the arrays do not fit each other.
     """
     fix = "remove it, and the next start computes the statistics again"
     if path.is_dir():
@@ -201,7 +192,6 @@ def read_statistics(path: Path) -> Statistics | None:
     try:
         with np.load(path) as stored:
             arrays: dict[str, Any] = {each.name: stored[each.name] for each in fields(Statistics)}
-            changed = "checksum" in stored and str(stored["checksum"]) != _checksum(arrays)
         lengths = {len(arrays[name]) for name in ("mean", "std", "change_std", "mean_field")}
         arrays["fingerprint"] = str(arrays["fingerprint"])
     except FileNotFoundError:
@@ -209,9 +199,8 @@ def read_statistics(path: Path) -> Statistics | None:
     except DAMAGE as error:
         logger.warning("%s: is damaged, or of another version (%s)", path, type(error).__name__)
         return None
-    if changed or len(lengths) > 1:
-        reason = "its numbers are not those that were written" if changed else "its arrays differ in length"
-        raise DataError(f"{path}: {reason}; {fix}")
+    if len(lengths) > 1:
+        raise DataError(f"{path}: its arrays differ in length; {fix}")
     return Statistics(**arrays)
 
 
@@ -227,7 +216,6 @@ class Source:
 
     @cached_property
     def fingerprint(self) -> str:
-        """The fingerprint of the data."""
         return fingerprint_of(self.fields, self.variables, self.dates, self.step)
 
 

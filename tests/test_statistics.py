@@ -124,13 +124,9 @@ def test_a_resumed_run_keeps_its_statistics(one_rank, tmp_path, caplog):
 
 
 def test_another_cache_than_was_written_is_one_line(one_rank, archive, tmp_path):
-    """Other numbers, with the archive's own checksums right; another shape; a folder of that name."""
+    """Another shape; a folder of that name."""
     path, source = tmp_path / "statistics.npz", source_of(archive.path)
     statistics = load_or_count(path, source)
-    with np.load(path) as stored:
-        np.savez(path, **{**stored, "change_std": stored["change_std"] + 1})
-    with pytest.raises(DataError, match="statistics.npz"):
-        load_or_count(path, source)
     replace(statistics, std=statistics.std[:2]).write(path)
     with pytest.raises(DataError, match="statistics.npz: its arrays differ in length; remove it"):
         load_or_count(path, source)
