@@ -80,18 +80,10 @@ def find_position(dim: str, label: str, labels: Sequence[str] | None, size: int)
     Raises ConfigError.
     """
     known = [str(number) for number in range(size)] if labels is None else list(labels)
-    for position, each in enumerate(known):
-        if _is_same_label(each, label):
-            return position
+    if label in known:
+        return known.index(label)
     choice = ", ".join(known[:5]) + (f" ... {known[-1]}" if len(known) > 5 else "")
     refuse(SELECT, [f"{dim}={label}"], f"{dim} has {choice}; take one of them")
-
-
-def _is_same_label(text: str, label: str) -> bool:
-    try:
-        return text == label or float(text) == float(label)
-    except ValueError:
-        return False
 
 
 def check_selection(selection: Mapping[str, str], dims: Mapping[str, int], path: str) -> None:

@@ -305,7 +305,7 @@ class Counting:
         """own: indices of the dates that count here; the other date of a pair is read too."""
         times = source.fields.times
         before = np.flatnonzero(np.isin(times, times[own] - source.step))
-        self.source, self.own, self.left, self.num_counted = source, own, len(own), 0
+        self.source, self.own, self.left = source, own, len(own)
         read = np.union1d(own, np.intersect1d(before, source.dates))
         self.fields = stream(source.fields, source.variables, read) if len(own) else iter(())
         self.sums = Sums.zeros(source, shift)
@@ -328,7 +328,7 @@ class Counting:
         counts = bool(np.isin(i, self.own))
         if counts:
             has_values = self.sums.add(now, field, before, self.source.weights, self.source.fields.path)
-            self.left, self.num_counted = self.left - 1, self.num_counted + 1
+            self.left -= 1
         else:
             has_values = bool(np.isfinite(field).any(axis=(1, 2)).all())  # of every variable
         if has_values:
