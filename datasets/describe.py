@@ -61,10 +61,12 @@ def main(argv: list[str]) -> int:
     findings += [*find_missing_dates(archive), *find_differences(archive, options.all)]
     dates = evenly_spaced(np.arange(len(archive.times)), 0 if options.all else SAMPLED_DATES)
     findings += find_odd_values(archive, dates)
-    table = pd.DataFrame(findings, columns=Finding._fields).to_string(index=False, justify="left")
+    rows = pd.DataFrame(findings, columns=Finding._fields).groupby(["problem", "where"], sort=False)
+    table = rows.agg({"first_date": "first", "count": "sum"}).reset_index()
     checked = f"values of {len(dates)} of {len(archive.times)} dates"
     print(f"{without_secrets(options.source)}\n\n{variables_table(archive)}\n\n{summary(archive)}\n")
-    print(f"{table}\n{checked}: {len(findings)} problems\n" if findings else f"{checked}: nothing found\n")
+    found = f"{table.to_string(index=False, justify='left')}\n{checked}: {len(table)} problems\n"
+    print(found if findings else f"{checked}: nothing found\n")
     print(data_section(archive, options.source, options.select))
     return int(bool(findings))
 
@@ -117,38 +119,35 @@ def find_differences(archive: Archive, every_date: bool) -> Iterator[Finding]:
             yield Finding("one value everywhere", name)
 
 
-def find_odd_values(archive: Archive, dates: np.ndarray) -> list[Finding]:
-    """Return a finding for each variable and problem of fields."""
-    found: dict[tuple[str, str], tuple[str, int]] = {}
-    for date in dates.tolist():
+def find_odd_values(archive: Archive, dates: np.ndarray) -> Iterator[Finding]:
+    """Yield a finding for each problem of a field on one of the dates (indices)."""
+    for i in dates.tolist():
+        date = str(archive.times[i])
         for names in archive.group_by_array(archive.variables):
-            for name, problem in _problems(archive, date, names):
-                first, count = found.get((problem, name), (str(archive.times[date]), 0))
-                found[problem, name] = first, count + 1
-    return [Finding(problem, name, *rest) for (problem, name), rest in found.items()]
+            try:
+                fields = archive.read(i, names)
+            except DataError as error:
+                yield Finding(str(error), names[0], date)
+                continue
+            for name, values in zip(names, fields, strict=True):
+                if archive.has([name])[i]:
+                    yield from (Finding(problem, name, date) for problem in find_problems(values, name))
 
 
-def _problems(archive: Archive, date: int, names: Sequence[str]) -> Iterator[tuple[str, str]]:
-    try:
-        fields = archive.read(date, names)
-    except DataError as error:
-        yield names[0], str(error)
-        return
-    for name, values in zip(names, fields, strict=True):
-        if not archive.has([name])[date]:
-            continue
-        finite = values[np.isfinite(values)]
-        fill = undeclared_fill(finite, name)
-        if fill is not None:
-            yield name, f"{fill:g} in some cells: a missing value that is not declared"
-            finite = finite[finite != fill]
-        if not len(finite):
-            yield name, "no value at all"
-        elif finite.min() == finite.max() and name.partition(":")[0] not in OFTEN_ZERO:
-            yield name, "one value everywhere"
-        for kind, count in zip(implausible_kinds(name), count_implausible(values, finite, name), strict=True):
-            if count:
-                yield name, f"values {kind}"
+def find_problems(values: np.ndarray, name: str) -> Iterator[str]:
+    """Yield what is wrong with the values (H, W) of a variable."""
+    finite = values[np.isfinite(values)]
+    fill = undeclared_fill(finite, name)
+    if fill is not None:
+        yield f"{fill:g} in some cells: a missing value that is not declared"
+        finite = finite[finite != fill]
+    if not len(finite):
+        yield "no value at all"
+    elif finite.min() == finite.max() and name.partition(":")[0] not in OFTEN_ZERO:
+        yield "one value everywhere"
+    for kind, count in zip(implausible_kinds(name), count_implausible(values, finite, name), strict=True):
+        if count:
+            yield f"values {kind}"
 
 
 # -- the section

@@ -261,19 +261,19 @@ class Field:
             each.indices(size)[:2] if isinstance(each, slice) else (each, each + 1)
             for each, size in zip(key, self.raw.shape, strict=True)
         ]
-        parts = [list(_split_span(*span, chunk)) for span, chunk in zip(spans, chunks, strict=True)]
         dims = [i for i, each in enumerate(key) if isinstance(each, slice)]  # that `stored` has
-        for chosen in product(*parts):
-            inside = tuple(chosen[i][1] for i in dims)
-            is_fill = stored[tuple(part.start for part in inside)] == fill
-            if is_fill and not self._has_chunk([number for number, _ in chosen]):
+        numbers = [range(a // size, -(-b // size)) for (a, b), size in zip(spans, chunks, strict=True)]
+        for chunk in product(*numbers):
+            first = [max(chunk[i] * chunks[i] - spans[i][0], 0) for i in dims]
+            if stored[tuple(first)] == fill and not self._has_chunk(chunk):
                 _warn_missing_chunk(self.path, self.array)
-                yield inside
+                ends = [(chunk[i] + 1) * chunks[i] - spans[i][0] for i in dims]
+                yield tuple(map(slice, first, ends))
 
-    def _has_chunk(self, chunk: Sequence[int]) -> bool:
+    def _has_chunk(self, chunk: tuple[int, ...]) -> bool:
         from zarr.core.sync import sync
 
-        key = f"{self.raw.store_path.path}/{self.raw.metadata.encode_chunk_key(tuple(chunk))}".lstrip("/")
+        key = f"{self.raw.store_path.path}/{self.raw.metadata.encode_chunk_key(chunk)}".lstrip("/")
         return sync(self.raw.store_path.store.exists(key))
 
 
@@ -369,12 +369,6 @@ def level_tasks(
     chunks = np.array([position for position, _ in pairs]) // source.chunk("level")
     for near in np.split(np.arange(len(pairs)), np.flatnonzero(np.diff(chunks) > 1) + 1):
         yield partial(fill, [pairs[i] for i in near])
-
-
-def _split_span(first: int, end: int, chunk: int) -> Iterator[tuple[int, slice]]:
-    """Yield (number of a chunk, its slice of first..end) along one dim."""
-    for number in range(first // chunk, -(-end // chunk)):
-        yield number, slice(max(number * chunk, first) - first, min((number + 1) * chunk, end) - first)
 
 
 @cache

@@ -74,31 +74,6 @@ def test_a_fill_value_that_is_text_is_a_number_or_leaves_one_variable_out(tmp_pa
         assert np.isnan(archive.read(2, [T2M])).sum() == 2
 
 
-@pytest.mark.parametrize("dtype", ["float32", "float16"])
-def test_a_source_that_has_changed_is_not_appended_to_the_store_of_the_old(tmp_path, dtype):
-    """As ERA5 replaces its preliminary days."""
-    source, target = tmp_path / "a.nc", str(tmp_path / "a.zarr")
-    ds = small_dataset({U10: small_wave(80)})
-    rng = np.random.default_rng(0)
-    ds[U10] += rng.normal(size=ds[U10].shape)
-    words = [str(source), target, "--dtype", dtype]
-    ds.isel(time=slice(0, 40)).to_netcdf(source, engine="h5netcdf")
-    convert(words)
-    ds.isel(time=slice(0, 60)).to_netcdf(source, engine="h5netcdf")
-    convert(words)
-    last = ds[U10][55].copy()
-    ds[U10][55] = 1e-10  # nearly all of it is rounded away, which is allowed
-    ds.isel(time=slice(0, 60)).to_netcdf(source, engine="h5netcdf")
-    convert([*words[:1], f"{target}2", *words[2:]])
-    ds.isel(time=slice(0, 65)).to_netcdf(source, engine="h5netcdf")
-    convert([*words[:1], f"{target}2", *words[2:]])
-    ds[U10][55] = last
-    ds[U10][57:60] += 3
-    ds.to_netcdf(source, engine="h5netcdf")
-    with pytest.raises(ConfigError, match=f"{U10} at 2020-01-15.* is not that of"):
-        convert(words)
-
-
 def test_all_dates_that_files_have_in_common_can_be_compared(tmp_path, capsys):
     """Of sixty some are compared when a run starts, and the newest."""
     ds = small_dataset({U10: small_wave(60)})
