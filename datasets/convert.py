@@ -39,7 +39,7 @@ from datasets.archive import Archive, open_archive
 from datasets.dates import consecutive, evenly_spaced, is_inside
 from datasets.fields import Decoding
 from datasets.files import TRAINING_STORE, find_files
-from datasets.grid import Grid, area_weights, global_grid
+from datasets.grid import Grid, area_weights, global_grid, sum_moments
 from datasets.options import check_region, check_selection, parse_selection
 from datasets.remote import describe_error, is_url
 from datasets.variables import expand_levels, named_by, split_name, units
@@ -153,30 +153,22 @@ def choose_packing(mean: float, deviation: float) -> Decoding:
     return Decoding(scale=scale, offset=round(mean / scale) * scale)
 
 
-def allowed_error(values: np.ndarray, packing: Decoding) -> np.ndarray:
-    """Return 2^-11 |value - add_offset| + 2^-25 scale_factor + 2^-23 |value|: the most in float16."""
-    rounding = 2.0**-23 * np.abs(values)  # of the decoded float32
-    return 2.0**-11 * np.abs(values - packing.offset) + 2.0**-25 * packing.scale + rounding
-
-
 def check_packing(field: np.ndarray, packing: Decoding, place: str) -> None:
-    """Raise DataError naming the place if the error of a field (H, W) in float16 is too large."""
+    """Raise DataError naming the place if the error of a field (H, W) in float16 is too large.
+
+    At most 2^-11 |value - add_offset| + 2^-25 scale_factor + 2^-23 |value| are allowed, and a root mean
+    square of 1/200 of the scale.
+    """
     exact = field[np.isfinite(field)].astype(np.float64)
     with np.errstate(over="ignore"):
         stored = ((exact - packing.offset) / packing.scale).astype(np.float16)  # as xarray packs
     error = np.abs(packing.decode(stored).astype(np.float32) - exact)
     rms = np.sqrt(np.square(error).sum() / max(1, error.size))
-    rounding = 2.0**-23 * np.abs(exact).max(initial=0)
-    if (error > allowed_error(exact, packing)).any() or rms > LARGEST_RMS * packing.scale + rounding:
+    rounding = 2.0**-23 * np.abs(exact)  # of the decoded float32
+    allowed = 2.0**-11 * np.abs(exact - packing.offset) + 2.0**-25 * packing.scale + rounding
+    if (error > allowed).any() or rms > LARGEST_RMS * packing.scale + rounding.max(initial=0):
         reason = f"its error in float16 of scale {packing.scale:g} is {error.max():g} (RMS {rms:g})"
         raise DataError(f"{place}: {reason}, which is too large; convert with --dtype float32")
-
-
-def sum_moments(fields: np.ndarray, area: np.ndarray) -> np.ndarray:
-    """Return weight, first and second moment (3, V) of fields (V, H, W); area: weights (H, 1)."""
-    finite = np.isfinite(fields)
-    weights, exact = area * finite, np.where(finite, fields, 0).astype(np.float64)
-    return np.stack([(weights * exact**power).sum((1, 2)) for power in range(3)])
 
 
 def array_name(variable: str) -> str:
@@ -250,15 +242,6 @@ class Conversion:
             fix = "convert them with --period to another TARGET, which data.more_paths joins to this one"
             print(f"SOURCE has {len(others)} other dates, the first {others[0]}: {fix}")
 
-    def packings(self, names: Sequence[str]) -> dict[str, Decoding]:
-        """Return the scales and offsets of variables in the store, none where it is of float32."""
-        group, packed = self.group, self.options.dtype == "float16"
-        attributes = {name: group[array_name(name)].attrs for name in names if packed}
-        return {
-            name: Decoding(scale=own["scale_factor"], offset=own["add_offset"])
-            for name, own in attributes.items()
-        }
-
     def fixed_options(self) -> dict[str, Any]:
         """Return the options that may not differ when a conversion is continued."""
         source = self.options.source if is_url(self.options.source) else os.path.abspath(self.options.source)
@@ -307,12 +290,13 @@ class Conversion:
 
     def estimate_packings(self) -> dict[str, dict[str, float]]:
         """Return the scale and offset of each variable, from dates that are evenly spaced."""
-        area, packings = area_weights(self.grid.latitude)[:, None], {}
+        area, packings = area_weights(self.grid.latitude), {}
         dates = [self.archive.index(time) for time in evenly_spaced(self.times, SAMPLED_DATES)]
         for names in self.archive.group_by_array(self.names):
-            sums = [sum_moments(self.fit(self.archive.read(date, names)), area) for date in dates]
+            fields = (self.fit(self.archive.read(date, names)) for date in dates)
+            sums = [[sum_moments(field, 0.0, area) for field in each] for each in fields]
             with np.errstate(invalid="ignore"):  # of a variable without any value
-                weight, total, squares = np.sum(sums, axis=0)
+                weight, total, squares = np.sum(sums, axis=0).T
                 mean = total / weight
                 deviation = np.sqrt((squares / weight - mean**2).clip(min=0))
             for name, *moments in zip(names, mean, deviation, strict=True):
@@ -349,15 +333,17 @@ class Conversion:
     def write_part(self, part: Part) -> None:
         """Read, check and write a part. Raises DataError."""
         start, stop, names = part
-        dataset, packings = xr.Dataset(), self.packings(names)
-        times = self.group["time"][start:stop].astype("datetime64[s]")
+        dataset, group = xr.Dataset(), self.group
+        times = group["time"][start:stop].astype("datetime64[s]")
         runs = consecutive(np.searchsorted(self.archive.times, times))
         fields = [self.fit(self.archive.read_block(run[0], run[-1] + 1, names)) for run in runs]
         values = np.concatenate(fields) if len(fields) > 1 else fields[0]
         for v, name in enumerate(names):
-            for time, field in zip(times, values[:, v], strict=True):
-                if name in packings:
-                    check_packing(field, packings[name], f"{name} at {time}")
+            attributes = group[array_name(name)].attrs
+            if "scale_factor" in attributes:
+                packing = Decoding(scale=attributes["scale_factor"], offset=attributes["add_offset"])
+                for time, field in zip(times, values[:, v], strict=True):
+                    check_packing(field, packing, f"{name} at {time}")
             dataset[array_name(name)] = AXES, values[:, v]
         dataset.to_zarr(self.target, region={"time": slice(start, stop)}, zarr_format=3, consolidated=False)
         write_durably(self.mark_of(part), "")

@@ -23,6 +23,7 @@ import torch
 from datasets.archive import Archive
 from datasets.dates import evenly_spaced
 from datasets.field_dataset import stream
+from datasets.grid import sum_moments
 from datasets.plausibility import count_implausible, log_implausible, refuse_fills
 from errors import DataError
 from jobs.durable_files import replacing
@@ -109,15 +110,6 @@ def state_columns(
     missing = values.size - finite.size
     moments = sum_moments(values, shift, area)
     return [missing, *count_implausible(values, finite, name), *moments]
-
-
-def sum_moments(values: np.ndarray, reference: np.ndarray | float, area: np.ndarray) -> list[float]:
-    """Return weight, first and second moment of values - reference (H, W), over the cells that have one."""
-    anomaly = np.subtract(values, reference, dtype=np.float64)
-    valid = np.isfinite(anomaly)
-    anomaly[~valid] = 0
-    by_row = valid.sum(axis=1), anomaly.sum(axis=1), np.einsum("hw,hw->h", anomaly, anomaly)
-    return [float(area @ sums) for sums in by_row]
 
 
 def _mean_and_std(sums: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
