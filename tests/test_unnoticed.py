@@ -281,13 +281,6 @@ def test_packed_coordinates_are_unpacked(tmp_path):
     assert (found.times == plain.times).all()
 
 
-def test_model_levels_are_no_pressures(tmp_path):
-    ds = analyses()[["temperature"]]
-    ds["level"] = ("level", np.arange(60, 60 + ds.sizes["level"]), {"long_name": "hybrid level"})
-    ds.to_netcdf(tmp_path / "a.nc", engine="h5netcdf")
-    refused(tmp_path / "a.nc", "hybrid", "temperature:60")
-
-
 def test_cells_of_a_rotated_grid_are_no_rows(tmp_path):
     path = anemoi(tmp_path, analyses())
     group: Any = zarr.open_group(path, mode="r+")
