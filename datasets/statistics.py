@@ -169,8 +169,9 @@ class Statistics:
 
     def write(self, path: Path) -> None:
         """Write the statistics atomically; the archive has checksums. Raises OSError."""
+        arrays: dict[str, Any] = {each.name: np.asarray(getattr(self, each.name)) for each in fields(self)}
         with replacing(path) as file:
-            np.savez(file, **{each.name: np.asarray(getattr(self, each.name)) for each in fields(self)})
+            np.savez(file, **arrays)
 
 
 def read_statistics(path: Path) -> Statistics | None:
