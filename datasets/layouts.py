@@ -2,7 +2,7 @@
 
 import os
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 import pandas as pd
@@ -179,15 +179,7 @@ def _find_names(
     described = " ".join(
         str(attrs.get(key, "")) for key in ("long_name", "standard_name", "GRIB_typeOfLevel")
     )
-    return (surface_name(name, [*file.arrays], described),)
-
-
-def surface_name(text: str, siblings: Iterable[str], described: str = "") -> str:
-    """Return the WeatherBench2 name of an array or channel without a level axis: see `surface_or_level`.
-
-    A bare z is the surface's: so in CDS single levels, and in most files of static fields.
-    """
-    return "geopotential_at_surface" if text == "z" else surface_or_level(text, siblings, described)
+    return (surface_or_level(name, [*file.arrays], described),)
 
 
 def _read_levels(file: OpenFile, name: str) -> list[int]:
@@ -225,7 +217,7 @@ def open_tutorial(file: OpenFile) -> list[Field]:
     labels = FOURCASTNET.split() if num_channels == 20 else [f"channel_{i}" for i in range(num_channels)]
     latitude = 90 - np.arange(num_rows) * 180 / (num_rows - num_rows % 2)
     orientation = find_orientation(latitude, np.arange(num_columns) * 360 / num_columns)
-    names = tuple(surface_name(label, labels) for label in labels)
+    names = tuple(surface_or_level(label, labels) for label in labels)
     roles = ("time", "level", "latitude", "longitude")
     own = (orientation, Decoding(), "", roles, file.chunks("fields"))
     return [Field(file.path, "fields", file.raw["fields"], names, roles, times, *own)]
@@ -244,6 +236,6 @@ def open_anemoi(file: OpenFile, selection: Mapping[str, str]) -> list[Field]:
         raise DataError("its cells are no rows of one latitude and columns of one longitude: regrid them")
     orientation = find_orientation(latitude[:, 0], longitude[0])
     labels, times = file.attrs["variables"], decode_times(file.arrays["dates"])
-    names = tuple(surface_name(label, labels) for label in labels)
+    names = tuple(surface_or_level(label, labels) for label in labels)
     own = (orientation, Decoding(), "", tuple(map(str, data.dims)), file.chunks("data"), selected)
     return [Field(file.path, "data", file.raw["data"], names, roles, times, *own)]

@@ -99,14 +99,16 @@ def full_name(text: str) -> str:
     return text
 
 
-def surface_or_level(text: str, siblings: Iterable[str], described: str) -> str:
+def surface_or_level(text: str, siblings: Iterable[str], described: str = "") -> str:
     """Return the name of an array or channel without a level axis, of which the short name may mean a height
     above the ground in m or a level in hPa ("u100", "v10"). Raises DataError if nothing decides.
 
     siblings: names of all arrays or channels there; described: what attributes say of this one. They decide;
     without them a level that other variables have is one, and so is a gap in a series of levels. At 10 the
-    height is customary.
+    height is customary. A bare z is the surface's: so in CDS single levels, and in most static files.
     """
+    if text == "z":
+        return "geopotential_at_surface"
     name, match = full_name(text), re.fullmatch(r"([a-z]+)(\d+)", text.lower())
     if match is None or name not in ON_ONE_SURFACE or SHORT_NAMES.get(match[1]) not in ON_LEVELS:
         return name
