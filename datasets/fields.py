@@ -112,7 +112,6 @@ class Orientation:
     shape: tuple[int, int]  # of the file
     rows: np.ndarray  # (H,) from north to south
     columns: np.ndarray  # (W,), longitudes ascending
-    is_cropped: bool = False
 
     @cached_property
     def is_identity(self) -> bool:
@@ -127,7 +126,7 @@ class Orientation:
     def crop(self, region: Sequence[float]) -> "Orientation":
         """Return the orientation of a part of the grid. Raises ConfigError."""
         grid, rows, columns = self.grid.crop(region)
-        return replace(self, grid=grid, rows=self.rows[rows], columns=self.columns[columns], is_cropped=True)
+        return replace(self, grid=grid, rows=self.rows[rows], columns=self.columns[columns])
 
 
 def find_orientation(latitude: np.ndarray, longitude: np.ndarray) -> Orientation:
@@ -187,10 +186,6 @@ class Field:
     def num_selected(self, role: str, slices: Mapping[str, slice]) -> int:
         """Return how many elements of an axis the slices have, 1 if there is none."""
         return len(range(self.size(role))[slices.get(role, slice(None))]) if role in self.roles else 1
-
-    def crop(self, region: Sequence[float]) -> "Field":
-        """Return the field on the part of its grid that is in a region. Raises ConfigError."""
-        return replace(self, orientation=self.orientation.crop(region))
 
     def read(self, axes: Sequence[str], slices: Mapping[str, slice]) -> np.ndarray:
         """Return (*axes, latitude, longitude) physical values: the slices of some axes, all of the others.
