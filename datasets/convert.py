@@ -238,9 +238,9 @@ class Conversion:
                 refuse("SOURCE", self.options.source, f"{reason}; convert to another TARGET")
             self.write()
         print(f"{self.target}: complete, {len(times)} dates of {len(self.names)} variables")
-        if len(others := np.setdiff1d(self.times, times)):
+        if len(absent := np.setdiff1d(self.times, times)):
             fix = "convert them with --period to another TARGET, which data.more_paths joins to this one"
-            print(f"SOURCE has {len(others)} other dates, the first {others[0]}: {fix}")
+            print(f"SOURCE has {len(absent)} other dates, the first {absent[0]}: {fix}")
 
     def fixed_options(self) -> dict[str, Any]:
         """Return the options that may not differ when a conversion is continued."""
