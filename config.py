@@ -104,7 +104,6 @@ class Data:
         'Options of the store at a URL: ["anon=true", "endpoint_url=https://host"]. '
         "Give secrets in the environment instead.",
     )
-    source: str = option("", "Where the data can be obtained; printed when data.path cannot be read.")
     variables: tuple[str, ...] = option(
         (),
         "Predicted variables that are input of the next step, by WeatherBench2 name: "
@@ -118,11 +117,6 @@ class Data:
     )
     forcings_of_target: bool = option(
         False, "Give the model data.forcing_variables of the date that a step leads to, too."
-    )
-    log1p: tuple[str, ...] = option(
-        (),
-        "Diagnostic or forcing variables x that the model sees as log(1 + x / s), so that none is negative; "
-        'with s in the units of the data: ["total_precipitation_6hr=1e-5"].',
     )
     boundary_width: Annotated[int, Range(0, 1000)] = option(
         0,

@@ -53,7 +53,6 @@ from tqdm import tqdm
 from command_line import to_toml
 from config import Config
 from datasets.archive import Archive, open_archive
-from datasets.channels import Channels
 from datasets.dates import is_inside
 from datasets.field_dataset import FieldDataset
 from datasets.grid import area_weights, coarser
@@ -176,9 +175,7 @@ def fit_damping(selection: Selection, steps: list[int], config: Config) -> tuple
     """
     archive, variables, folder = selection.archive, selection.variables, config.dump_folder
     area = area_weights(archive.grid.latitude)
-    source = Source(
-        archive, variables, selection.train, selection.step, area, Channels.of(config.data).log_scales
-    )
+    source = Source(archive, variables, selection.train, selection.step, area)
     source = replace(source, dates=sampled_pairs(source, config.data.statistics_dates))
     own = folder / OWN_FOLDER / "statistics.npz"  # the run's are only read
     statistics = stored_statistics(folder / "statistics.npz", source) or load_or_count(own, source)

@@ -115,7 +115,6 @@ def model_description(step: OneStep, trained: Trained, selection: Selection, con
             "units": archive.units(name),
             "role": role[name],
             **{column: values[index] for column, values in columns.items()},
-            "log1p": channels.log_scales[index],  # s, if mean and deviations are of log(1 + x / s), else 0
         }
         for index, name in enumerate(selection.variables)
     ]

@@ -27,7 +27,7 @@ from models.registry import MODELS, registered
 LORA = ("rank", "alpha")
 ROLES = ("variables", "diagnostic_variables", "forcing_variables")
 DATA = ("static_variables", "forcings", "step_hours", "history")
-DATA += ("boundary_width", "forcings_of_target", "log1p")
+DATA += ("boundary_width", "forcings_of_target")
 Values = dict[str, dict[str, Any]]  # section -> key -> value
 
 

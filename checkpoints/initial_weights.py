@@ -33,8 +33,8 @@ Parameters = dict[str, nn.Parameter]
 CHANNELS = {
     "patch_embedding.weight": (1, "inputs"),
     "stem.weight": (1, "inputs"),
-    "head.weight": (0, "outputs"),
-    "head.bias": (0, "outputs"),
+    "head.weight": (0, "variables"),
+    "head.bias": (0, "variables"),
 }
 POSITION = "position.embedding"
 KEY = "checkpoint.initial_load_path"

@@ -6,6 +6,7 @@ One array may have all levels, or each variable or year may have a file.
 import hashlib
 import logging
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -110,8 +111,7 @@ class Archive(NamedFields):
         parts = [line for lines in states for line in lines]
         # Another member or region of the same files is other data.
         parts.append(repr(sorted(self.selection.items())).encode())
-        if self.field_of(variables[0]).orientation.is_cropped:
-            parts.append(np.concatenate([self.grid.latitude, self.grid.longitude]).tobytes())
+        parts.append(np.concatenate([self.grid.latitude, self.grid.longitude]).tobytes())
         return hashlib.sha256(b"".join(parts)).digest() if all(states) else b""
 
     def time_chunk(self, variables: Sequence[str]) -> int:
@@ -254,7 +254,9 @@ def open_archive(
     fields, unreadable = [], {}
     for source in (path, *more_paths):
         found, reasons = read_all_fields(source, selection, access)
-        fields += [field.crop(region) for field in found] if region else found
+        if region:
+            found = [replace(field, orientation=field.orientation.crop(region)) for field in found]
+        fields += found
         unreadable |= reasons
     return Archive(" and ".join((path, *more_paths)), fields, unreadable, selection)
 

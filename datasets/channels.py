@@ -6,7 +6,6 @@ input of diagnostic variables is 0, outputs of forcing variables are not used. T
 window of states, the newest first, what is known of the next state, static fields, forcings and noise.
 """
 
-from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 
@@ -29,7 +28,6 @@ class Channels:
     step_hours: int = 6
     boundary_width: int = 0  # cells of a limited area that are known of the next state
     forcings_of_target: bool = False
-    log_scales: tuple[float, ...] = ()  # s of log(1 + x / s) of each variable, 0 as it is; empty: all are
 
     @classmethod
     def of(cls, data: Data, noise_dim: int = 0) -> "Channels":
@@ -50,7 +48,6 @@ class Channels:
             step_hours=data.step_hours,
             boundary_width=data.boundary_width,
             forcings_of_target=data.forcings_of_target,
-            log_scales=tuple(_log_scales(data, roles)),
         )
 
     @property
@@ -80,14 +77,14 @@ class Channels:
     @property
     def of_target(self) -> list[str]:
         """Inputs of the state that a step leads to."""
-        boundary = [f"{name} of the boundary" for name in self._labels(self.predicted) if self.boundary_width]
-        target = [f"{name} of the target" for name in self._labels(self.forcing) if self.forcings_of_target]
+        boundary = [f"{name} of the boundary" for name in self.predicted if self.boundary_width]
+        target = [f"{name} of the target" for name in self.forcing if self.forcings_of_target]
         return [*boundary, *target]
 
     @property
     def window(self) -> list[str]:
         """Names of a window's channels: "2m_temperature", ..., "2m_temperature 6 h before"."""
-        names, hours = self.outputs, self.step_hours
+        names, hours = self.variables, self.step_hours
         return [*names, *(f"{name} {n * hours} h before" for n in range(1, self.history) for name in names)]
 
     @property
@@ -101,31 +98,3 @@ class Channels:
         from models.noise import noise_names  # imports torch, which a check of the command line does not
 
         return [*self.window, *self.of_target, *self.static, *self.computed, *noise_names(self.noise_dim)]
-
-    @property
-    def outputs(self) -> list[str]:
-        return self._labels(self.variables)
-
-    def _labels(self, names: Sequence[str]) -> list[str]:
-        """Return names that tell a variable from its logarithm."""
-        scales = dict(zip(self.variables, self.log_scales, strict=False))
-        return [f"{name} as log(1 + x / {scales[name]:g})" if scales.get(name) else name for name in names]
-
-
-def _log_scales(data: Data, roles: Sequence[tuple[str, ...]]) -> Iterator[float]:
-    """Yield the scale of each variable, by data.log1p."""
-    names = [name for role in roles for name in role]
-    scales = dict.fromkeys(names, 0.0)
-    for text in data.log1p:
-        name, _, number = (part.strip() for part in text.partition("="))
-        try:
-            scale = float(number)
-        except ValueError:
-            scale = 0.0
-        if not 0 < scale < float("inf"):
-            refuse("data.log1p", text, "write a variable and a positive scale: total_precipitation_6hr=1e-5")
-        expanded = expand_levels([name], data.levels)
-        if not set(expanded) <= set(names[len(roles[0]) :]):
-            refuse("data.log1p", text, "name one of data.diagnostic_variables or data.forcing_variables")
-        scales.update(dict.fromkeys(expanded, scale))
-    yield from scales.values()

@@ -3,8 +3,8 @@
     .venv/bin/python -m datasets.convert SOURCE TARGET
     .venv/bin/python -m datasets.convert era5/ era5.zarr --variables geopotential 2m_temperature --levels 500
 
-If the command is killed, the same command continues; if SOURCE has got later dates, it appends them. A worker
-needs about 3.5 GiB of memory at most. Exit codes: 0, 1 an error of the disk or a lost worker, 2 bad input.
+If the command is killed, the same command continues. A worker needs about 3.5 GiB of memory at most.
+Exit codes: 0, 1 an error of the disk or a lost worker, 2 bad input.
 """
 
 import ctypes
@@ -35,25 +35,22 @@ from tqdm.dask import TqdmCallback
 from zarr.codecs import BloscCodec, Crc32cCodec
 
 from command_line import OneLineParser
-from datasets.archive import COMPARED_DATES, Archive, open_archive
+from datasets.archive import Archive, open_archive
 from datasets.dates import consecutive, evenly_spaced, is_inside
 from datasets.fields import Decoding
 from datasets.files import TRAINING_STORE, find_files
-from datasets.grid import Grid, area_weights, global_grid
+from datasets.grid import Grid, area_weights, global_grid, sum_moments
 from datasets.options import check_region, check_selection, parse_selection
 from datasets.remote import describe_error, is_url
 from datasets.variables import expand_levels, named_by, split_name, units
 from errors import DataError, RunFailed, end_when_interrupted, one_line_errors, refuse, without_secrets
 from jobs.durable_files import write_durably
 
-DONE = "conversion"  # folder in a store that is not complete: its dates, a file for each part that is written
-DATES = "dates.json"  # in it: seconds since 1970, fixed when the first part is begun
+DONE = "conversion"  # folder in a store that is not complete: a file for each part that is written
 SHARD_DATES, SHARD_BYTES, PART_BYTES = 512, 2**28, 2**30  # at most
 SAMPLED_DATES = 16  # for scales and offsets of float16
 LARGEST_RMS = 1 / 200  # error of a float16 field, in units of the scale
 AXES = ("time", "latitude", "longitude")
-ATTRIBUTES = ("variable", "units", "scale_factor", "add_offset")  # of a variable
-OF_A_RUN = ("source", "period")  # that may differ when dates are appended
 Part = tuple[int, int, list[str]]  # dates [start, stop) of some variables: at most a shard of each
 # Zarr 3 does not specify consolidated metadata, and the folder of parts is no array.
 warnings.filterwarnings("ignore", message="Consolidated metadata|Object at .* is not recognized")
@@ -67,7 +64,6 @@ def parse(argv: list[str]) -> Namespace:
     add("target", metavar="TARGET", help="local folder, new or to be continued")
     add("--variables", nargs="+", default=[], metavar="NAME", help="default: all")
     add("--levels", nargs="+", type=int, default=[], metavar="HPA", help="of variables without a level")
-    add("--static", nargs="*", metavar="NAME", help="constant fields; default: all")
     add("--period", nargs=2, default=[], metavar=("FIRST", "LAST"), help="dates, both included")
     add("--region", nargs=4, type=float, default=[], metavar=("NORTH", "WEST", "SOUTH", "EAST"))
     add("--grid", default="", metavar="HxW", help="regrid: 121x240 has rows on the poles, 32x64 has none")
@@ -90,7 +86,7 @@ def choose_variables(archive: Archive, options: Namespace) -> list[str]:
             refuse("--levels", level, f"{archive.path!r} has no variable on this level; name another")
     chosen = options.variables or [n for n in known if not levels or split_name(n)[1] in (None, *levels)]
     found = [each for name in expand_levels(chosen, levels) for each in named_by([name], known) or [name]]
-    return [name for name in dict.fromkeys(found) if name not in (options.static or [])]
+    return list(dict.fromkeys(found))
 
 
 def choose_dates(archive: Archive, names: Sequence[str], period: Sequence[str]) -> np.ndarray:
@@ -157,30 +153,22 @@ def choose_packing(mean: float, deviation: float) -> Decoding:
     return Decoding(scale=scale, offset=round(mean / scale) * scale)
 
 
-def allowed_error(values: np.ndarray, packing: Decoding) -> np.ndarray:
-    """Return 2^-11 |value - add_offset| + 2^-25 scale_factor + 2^-23 |value|: the most in float16."""
-    rounding = 2.0**-23 * np.abs(values)  # of the decoded float32
-    return 2.0**-11 * np.abs(values - packing.offset) + 2.0**-25 * packing.scale + rounding
-
-
 def check_packing(field: np.ndarray, packing: Decoding, place: str) -> None:
-    """Raise DataError naming the place if the error of a field (H, W) in float16 is too large."""
+    """Raise DataError naming the place if the error of a field (H, W) in float16 is too large.
+
+    At most 2^-11 |value - add_offset| + 2^-25 scale_factor + 2^-23 |value| are allowed, and a root mean
+    square of 1/200 of the scale.
+    """
     exact = field[np.isfinite(field)].astype(np.float64)
     with np.errstate(over="ignore"):
         stored = ((exact - packing.offset) / packing.scale).astype(np.float16)  # as xarray packs
     error = np.abs(packing.decode(stored).astype(np.float32) - exact)
     rms = np.sqrt(np.square(error).sum() / max(1, error.size))
-    rounding = 2.0**-23 * np.abs(exact).max(initial=0)
-    if (error > allowed_error(exact, packing)).any() or rms > LARGEST_RMS * packing.scale + rounding:
+    rounding = 2.0**-23 * np.abs(exact)  # of the decoded float32
+    allowed = 2.0**-11 * np.abs(exact - packing.offset) + 2.0**-25 * packing.scale + rounding
+    if (error > allowed).any() or rms > LARGEST_RMS * packing.scale + rounding.max(initial=0):
         reason = f"its error in float16 of scale {packing.scale:g} is {error.max():g} (RMS {rms:g})"
         raise DataError(f"{place}: {reason}, which is too large; convert with --dtype float32")
-
-
-def sum_moments(fields: np.ndarray, area: np.ndarray) -> np.ndarray:
-    """Return weight, first and second moment (3, V) of fields (V, H, W); area: weights (H, 1)."""
-    finite = np.isfinite(fields)
-    weights, exact = area * finite, np.where(finite, fields, 0).astype(np.float64)
-    return np.stack([(weights * exact**power).sum((1, 2)) for power in range(3)])
 
 
 def array_name(variable: str) -> str:
@@ -238,46 +226,21 @@ class Conversion:
         return regridded.reshape(*fields.shape[:-2], *self.grid.shape)
 
     def run(self) -> None:
-        """Write the dates that the store lacks. Raises ConfigError, DataError, RunFailed."""
+        """Write the parts that the store lacks. Raises ConfigError, DataError, RunFailed."""
         if "options" not in read_attributes(self.target):
             self.create()
-        group, complete = self.group, self.group.attrs["complete"]
-        if "complete_dates" not in group.attrs:
-            refuse("TARGET", str(self.target), "it is of an earlier version; convert to another folder")
-        self.check_options(group, complete)
-        before = group["time"][: group.attrs["complete_dates"]].astype("datetime64[s]")
-        new = self.begun_dates()
-        if new is None:
-            new = self.times[~np.isin(self.times, before)]
-        elif len(lost := new[~np.isin(new, self.times)]):
-            reason = f"it lacks {lost[0]}, one of the dates with which {str(self.target)!r} was begun"
-            refuse("SOURCE", self.options.source, f"{reason}; convert to another TARGET")
-        if len(before) and len(new) and new[0] < before[-1]:
-            reason = f"{str(self.target)!r} lacks its date {new[0]} and has {before[-1]}"
-            refuse("SOURCE", self.options.source, f"{reason}: only later dates are appended; use --period")
-        if complete and len(new):
-            self.check_values(before)
-        if not complete or len(new):
-            (self.target / DONE).mkdir(exist_ok=True)
-            group.update_attributes({"complete": False, "options": self.fixed_options()})
-            self.write(np.concatenate([before, new]), len(before))
-        if not np.isin(self.times, np.concatenate([before, new])).all():  # dates since it was begun
-            return self.run()
-        print(f"{self.target}: complete, {len(before) + len(new)} dates of {len(self.names)} variables")
-
-    def packings(self, names: Sequence[str]) -> dict[str, Decoding]:
-        """Return the scales and offsets of variables in the store, none where it is of float32."""
-        group, packed = self.group, self.options.dtype == "float16"
-        attributes = {name: group[array_name(name)].attrs for name in names if packed}
-        return {
-            name: Decoding(scale=own["scale_factor"], offset=own["add_offset"])
-            for name, own in attributes.items()
-        }
-
-    def begun_dates(self) -> np.ndarray | None:
-        """Return the dates that a killed attempt was writing, None if there was none."""
-        path = self.target / DONE / DATES
-        return np.array(json.loads(path.read_text()), "datetime64[s]") if path.exists() else None
+        group = self.group
+        self.check_options(group)
+        times = group["time"][:].astype("datetime64[s]")
+        if not group.attrs["complete"]:
+            if len(lost := times[~np.isin(times, self.times)]):
+                reason = f"it lacks {lost[0]}, one of the dates with which {str(self.target)!r} was begun"
+                refuse("SOURCE", self.options.source, f"{reason}; convert to another TARGET")
+            self.write()
+        print(f"{self.target}: complete, {len(times)} dates of {len(self.names)} variables")
+        if len(absent := np.setdiff1d(self.times, times)):
+            fix = "convert them with --period to another TARGET, which data.more_paths joins to this one"
+            print(f"SOURCE has {len(absent)} other dates, the first {absent[0]}: {fix}")
 
     def fixed_options(self) -> dict[str, Any]:
         """Return the options that may not differ when a conversion is continued."""
@@ -285,38 +248,22 @@ class Conversion:
         found = vars(self.options) | {"variables": self.names, "source": without_secrets(source)}
         return {key: found[key] for key in found if key not in ("target", "levels", "workers", "scheduler")}
 
-    def check_options(self, group: Any, complete: bool) -> None:
+    def check_options(self, group: Any) -> None:
         """Raise ConfigError for options or a grid with which the store was not begun."""
         for name, value in self.fixed_options().items():
             known = group.attrs["options"].get(name)
-            if value != known and not (complete and name in OF_A_RUN):
+            if value != known:
                 fix = f"{str(self.target)!r} was begun with {known!r}; use that, or another TARGET"
                 refuse("SOURCE" if name == "source" else f"--{name}", value, fix)
         if not Grid(group["latitude"][:], group["longitude"][:]).same_as(self.grid):
             refuse("SOURCE", self.options.source, f"its grid is not that of {str(self.target)!r}; use --grid")
 
-    def check_values(self, before: np.ndarray) -> None:
-        """Raise ConfigError if the source has other values than the store at the newest of the dates `before`
-        (ERA5 replaces its preliminary days) or at some older ones.
-        """
-        stored, packings = open_archive(str(self.target)), self.packings(self.names)
-        for date in np.union1d(evenly_spaced(before, COMPARED_DATES), before[-COMPARED_DATES:]):
-            index, own = (int(np.searchsorted(each.times, date)) for each in (self.archive, stored))
-            theirs, ours = self.fit(self.archive.read(index, self.names)), stored.read(own, self.names)
-            for name, new, old in zip(self.names, theirs, ours, strict=True):
-                room: Any = 0.0
-                if name in packings:
-                    room = 2 * allowed_error(np.nan_to_num(old.astype(np.float64)), packings[name])
-                if not np.allclose(new, old, rtol=0, atol=room, equal_nan=True):
-                    reason = f"its {name} at {date} is not that of {str(self.target)!r}"
-                    refuse("SOURCE", self.options.source, f"{reason}; convert to another TARGET")
-
     def create(self) -> None:
-        """Write a store without dates, after removal of what a killed attempt has left."""
+        """Write a store without values, after removal of what a killed attempt has left."""
         for path in self.target.iterdir():
             shutil.rmtree(path) if path.is_dir() else path.unlink()
         (self.target / DONE).mkdir()
-        dataset = xr.Dataset(attrs={TRAINING_STORE: 1, "complete": False, "complete_dates": 0})
+        dataset = xr.Dataset(attrs={TRAINING_STORE: 1, "complete": False})
         since = {"units": "seconds since 1970-01-01", "calendar": "proleptic_gregorian"}
         dataset["time"] = "time", np.empty(0, np.int64), since | {"standard_name": "time"}
         for name, unit in (("latitude", "degrees_north"), ("longitude", "degrees_east")):
@@ -326,8 +273,7 @@ class Conversion:
         for name in self.names:
             attributes = {"variable": name, "units": self.archive.units(name), **packings.get(name, {})}
             dataset[array_name(name)] = AXES, empty, attributes
-        static = self.options.static
-        for name in self.archive.static_variables if static is None else static:
+        for name in self.archive.static_variables:
             field = self.fit(self.archive.read_static(name))
             dataset[array_name(name)] = AXES[1:], field, {"variable": name, "units": units(name)}
         size = np.dtype(self.options.dtype).itemsize * math.prod(self.grid.shape)
@@ -336,16 +282,21 @@ class Conversion:
         arrays = dataset.variables.items()
         encoding = {str(name): encoding_of(variable, shard_dates) for name, variable in arrays}
         dataset.to_zarr(self.target, mode="a", zarr_format=3, consolidated=False, encoding=encoding)
-        self.group.update_attributes({"options": self.fixed_options()})
+        group = self.group
+        for name in ("time", *map(array_name, self.names)):
+            group[name].resize((len(self.times), *group[name].shape[1:]))
+        group["time"][:] = self.times.astype(np.int64)
+        group.update_attributes({"options": self.fixed_options()})
 
     def estimate_packings(self) -> dict[str, dict[str, float]]:
         """Return the scale and offset of each variable, from dates that are evenly spaced."""
-        area, packings = area_weights(self.grid.latitude)[:, None], {}
+        area, packings = area_weights(self.grid.latitude), {}
         dates = [self.archive.index(time) for time in evenly_spaced(self.times, SAMPLED_DATES)]
         for names in self.archive.group_by_array(self.names):
-            sums = [sum_moments(self.fit(self.archive.read(date, names)), area) for date in dates]
+            fields = (self.fit(self.archive.read(date, names)) for date in dates)
+            sums = [[sum_moments(field, 0.0, area) for field in each] for each in fields]
             with np.errstate(invalid="ignore"):  # of a variable without any value
-                weight, total, squares = np.sum(sums, axis=0)
+                weight, total, squares = np.sum(sums, axis=0).T
                 mean = total / weight
                 deviation = np.sqrt((squares / weight - mean**2).clip(min=0))
             for name, *moments in zip(names, mean, deviation, strict=True):
@@ -353,19 +304,16 @@ class Conversion:
                 packings[name] = {"scale_factor": packing.scale, "add_offset": packing.offset}
         return packings
 
-    def write(self, times: np.ndarray, start: int) -> None:
-        """Write times[start:] and the parts of these dates that are not written."""
-        group = self.group
-        write_durably(self.target / DONE / DATES, json.dumps(times[start:].astype(int).tolist()))
+    def write(self) -> None:
+        """Write the parts that are not written, and then that the store is complete."""
         for leftover in self.target.rglob("*.partial"):  # of zarr, when a process is killed
             leftover.unlink()
-        for name in ("time", *map(array_name, self.names)):
-            group[name].resize((len(times), *group[name].shape[1:]))
-        group["time"][start:] = times[start:].astype(np.int64)
-        parts = self.plan_parts(times, start)
-        pending = [delayed(self.write_part)(part) for part in parts if not self.mark_of(part).exists()]
-        run_parts(pending, self.options)
-        self.finish()
+        pending = [part for part in self.plan_parts() if not self.mark_of(part).exists()]
+        run_parts([delayed(self.write_part)(part) for part in pending], self.options)
+        group = self.group
+        group.update_attributes({"complete": True})
+        zarr.consolidate_metadata(group.store)
+        shutil.rmtree(self.target / DONE)
 
     def mark_of(self, part: Part) -> Path:
         """Return the file that exists when a part is on the disk."""
@@ -373,41 +321,32 @@ class Conversion:
         key = f"{start} {stop} {' '.join(names)}"
         return self.target / DONE / f"{hashlib.sha256(key.encode()).hexdigest()[:32]}.json"
 
-    def plan_parts(self, times: np.ndarray, start: int) -> list[Part]:
-        """Return the parts of times[start:]: a shard of variables that the source stores together."""
-        shards = self.group[array_name(self.names[0])].shards
-        dates, most = shards[0], max(1, PART_BYTES // (shards[0] * self.largest_field))
+    def plan_parts(self) -> list[Part]:
+        """Return the parts: a shard of dates of variables that the source stores together."""
+        first = self.group[array_name(self.names[0])]
+        count, dates = first.shape[0], first.shards[0]
+        most = max(1, PART_BYTES // (dates * self.largest_field))
         together = self.archive.group_by_array(self.names)
         groups = [names[i : i + most] for names in together for i in range(0, len(names), most)]
-        cuts = [start, *range((start // dates + 1) * dates, len(times), dates), len(times)]
-        return [(a, b, names) for a, b in zip(cuts[:-1], cuts[1:], strict=True) for names in groups]
+        return [(a, min(a + dates, count), names) for a in range(0, count, dates) for names in groups]
 
     def write_part(self, part: Part) -> None:
         """Read, check and write a part. Raises DataError."""
         start, stop, names = part
-        dataset, packings = xr.Dataset(), self.packings(names)
-        times = self.group["time"][start:stop].astype("datetime64[s]")
+        dataset, group = xr.Dataset(), self.group
+        times = group["time"][start:stop].astype("datetime64[s]")
         runs = consecutive(np.searchsorted(self.archive.times, times))
         fields = [self.fit(self.archive.read_block(run[0], run[-1] + 1, names)) for run in runs]
         values = np.concatenate(fields) if len(fields) > 1 else fields[0]
         for v, name in enumerate(names):
-            for time, field in zip(times, values[:, v], strict=True):
-                if name in packings:
-                    check_packing(field, packings[name], f"{name} at {time}")
+            attributes = group[array_name(name)].attrs
+            if "scale_factor" in attributes:
+                packing = Decoding(scale=attributes["scale_factor"], offset=attributes["add_offset"])
+                for time, field in zip(times, values[:, v], strict=True):
+                    check_packing(field, packing, f"{name} at {time}")
             dataset[array_name(name)] = AXES, values[:, v]
         dataset.to_zarr(self.target, region={"time": slice(start, stop)}, zarr_format=3, consolidated=False)
         write_durably(self.mark_of(part), "")
-
-    def finish(self) -> None:
-        """Write that the store is complete."""
-        group = self.group
-        for name in map(array_name, self.names):
-            attributes = group[name].attrs
-            # Earlier versions also wrote statistics, which would not be those of all dates any more.
-            attributes.put({key: attributes[key] for key in ATTRIBUTES if key in attributes})
-        group.update_attributes({"complete": True, "complete_dates": group["time"].shape[0]})
-        zarr.consolidate_metadata(group.store)
-        shutil.rmtree(self.target / DONE)
 
 
 # -- processes

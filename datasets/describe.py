@@ -25,12 +25,11 @@ from datasets.grid import latitude_bounds
 from datasets.options import check_selection, parse_selection
 from datasets.plausibility import count_implausible, implausible_kinds, undeclared_fill
 from datasets.remote import is_url
-from datasets.variables import OFTEN_ZERO, ON_LEVELS, group_levels, join_name
+from datasets.variables import OFTEN_ZERO, group_levels, join_name
 from errors import DataError, end_when_interrupted, one_line_errors, without_secrets
 
 SAMPLED_DATES = 24
-HELD_OUT = 0.15  # of the dates, for validation, where there are fewer than three years
-YEAR = np.timedelta64(365, "D")
+HELD_OUT = 0.15  # of the dates, for validation
 LONGEST_LEAD = np.timedelta64(24, "h")  # default of validation.lead_hours
 
 
@@ -62,10 +61,12 @@ def main(argv: list[str]) -> int:
     findings += [*find_missing_dates(archive), *find_differences(archive, options.all)]
     dates = evenly_spaced(np.arange(len(archive.times)), 0 if options.all else SAMPLED_DATES)
     findings += find_odd_values(archive, dates)
-    table = pd.DataFrame(findings, columns=Finding._fields).to_string(index=False, justify="left")
+    rows = pd.DataFrame(findings, columns=Finding._fields).groupby(["problem", "where"], sort=False)
+    table = rows.agg({"first_date": "first", "count": "sum"}).reset_index()
     checked = f"values of {len(dates)} of {len(archive.times)} dates"
     print(f"{without_secrets(options.source)}\n\n{variables_table(archive)}\n\n{summary(archive)}\n")
-    print(f"{table}\n{checked}: {len(findings)} problems\n" if findings else f"{checked}: nothing found\n")
+    found = f"{table.to_string(index=False, justify='left')}\n{checked}: {len(table)} problems\n"
+    print(found if findings else f"{checked}: nothing found\n")
     print(data_section(archive, options.source, options.select))
     return int(bool(findings))
 
@@ -118,38 +119,35 @@ def find_differences(archive: Archive, every_date: bool) -> Iterator[Finding]:
             yield Finding("one value everywhere", name)
 
 
-def find_odd_values(archive: Archive, dates: np.ndarray) -> list[Finding]:
-    """Return a finding for each variable and problem of fields."""
-    found: dict[tuple[str, str], tuple[str, int]] = {}
-    for date in dates.tolist():
+def find_odd_values(archive: Archive, dates: np.ndarray) -> Iterator[Finding]:
+    """Yield a finding for each problem of a field on one of the dates (indices)."""
+    for i in dates.tolist():
+        date = str(archive.times[i])
         for names in archive.group_by_array(archive.variables):
-            for name, problem in _problems(archive, date, names):
-                first, count = found.get((problem, name), (str(archive.times[date]), 0))
-                found[problem, name] = first, count + 1
-    return [Finding(problem, name, *rest) for (problem, name), rest in found.items()]
+            try:
+                fields = archive.read(i, names)
+            except DataError as error:
+                yield Finding(str(error), names[0], date)
+                continue
+            for name, values in zip(names, fields, strict=True):
+                if archive.has([name])[i]:
+                    yield from (Finding(problem, name, date) for problem in find_problems(values, name))
 
 
-def _problems(archive: Archive, date: int, names: Sequence[str]) -> Iterator[tuple[str, str]]:
-    try:
-        fields = archive.read(date, names)
-    except DataError as error:
-        yield names[0], str(error)
-        return
-    for name, values in zip(names, fields, strict=True):
-        if not archive.has([name])[date]:
-            continue
-        finite = values[np.isfinite(values)]
-        fill = undeclared_fill(finite, name)
-        if fill is not None:
-            yield name, f"{fill:g} in some cells: a missing value that is not declared"
-            finite = finite[finite != fill]
-        if not len(finite):
-            yield name, "no value at all"
-        elif finite.min() == finite.max() and name.partition(":")[0] not in OFTEN_ZERO:
-            yield name, "one value everywhere"
-        for kind, count in zip(implausible_kinds(name), count_implausible(values, finite, name), strict=True):
-            if count:
-                yield name, f"values {kind}"
+def find_problems(values: np.ndarray, name: str) -> Iterator[str]:
+    """Yield what is wrong with the values (H, W) of a variable."""
+    finite = values[np.isfinite(values)]
+    fill = undeclared_fill(finite, name)
+    if fill is not None:
+        yield f"{fill:g} in some cells: a missing value that is not declared"
+        finite = finite[finite != fill]
+    if not len(finite):
+        yield "no value at all"
+    elif finite.min() == finite.max() and name.partition(":")[0] not in OFTEN_ZERO:
+        yield "one value everywhere"
+    for kind, count in zip(implausible_kinds(name), count_implausible(values, finite, name), strict=True):
+        if count:
+            yield f"values {kind}"
 
 
 # -- the section
@@ -159,11 +157,9 @@ def data_section(archive: Archive, path: str, select: Sequence[str]) -> str:
     """Return the TOML of a [data] section that trains, and of [validation] where its default does not fit."""
     train, validation = split_periods(archive.times)
     step = max(1, round(usual_hours(archive.times)))
-    names, levels = _short_names(archive.variables)
     section: dict[str, Any] = {
         "path": path if is_url(path) else os.path.abspath(path),
-        "variables": names,
-        **({"levels": levels} if levels else {}),
+        "variables": archive.variables,
         **({"static_variables": archive.static_variables} if archive.static_variables else {}),
         **({"select": list(select)} if select else {}),
         "grid_shape": list(archive.grid.shape),
@@ -180,23 +176,11 @@ def data_section(archive: Archive, path: str, select: Sequence[str]) -> str:
     return without_secrets("\n".join(["[data]", *lines]))
 
 
-def _short_names(variables: Sequence[str]) -> tuple[list[str], list[int]]:
-    """Return names and levels that expand to these variables; no levels unless all have the same."""
-    groups = group_levels(variables)
-    level_sets = {tuple(sorted(filter(None, own))) for own in groups.values() if None not in own}
-    plain = all((None in own) != (base in ON_LEVELS) for base, own in groups.items())
-    if len(level_sets) == 1 and plain:
-        return list(groups), list(level_sets.pop())
-    return list(variables), []
-
-
 def split_periods(times: np.ndarray) -> tuple[list[str], list[str]]:
-    """Return training and validation period: the last whole year of three or more, else the last part."""
-    first = times[-1].astype("datetime64[Y]").astype("datetime64[s]")
-    if times[-1] - times[0] < 3 * YEAR or (times >= first).sum() < 2:
-        first = times[int(len(times) * (1 - HELD_OUT))]
-        first = max(times[min(2, len(times) - 1)], min(first, times[-1] - LONGEST_LEAD))
-        first = first if len(times) < 20 else first.astype("datetime64[D]").astype("datetime64[s]")
+    """Return training and validation period: the last part of the dates validates."""
+    first = times[int(len(times) * (1 - HELD_OUT))]
+    first = max(times[min(2, len(times) - 1)], min(first, times[-1] - LONGEST_LEAD))
+    first = first if len(times) < 20 else first.astype("datetime64[D]").astype("datetime64[s]")
     before = times[times < first]
     periods = (before[0], before[-1]), (first, times[-1])
     train, validation = ([str(start).removesuffix("T00:00:00"), str(end)] for start, end in periods)

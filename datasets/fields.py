@@ -112,7 +112,6 @@ class Orientation:
     shape: tuple[int, int]  # of the file
     rows: np.ndarray  # (H,) from north to south
     columns: np.ndarray  # (W,), longitudes ascending
-    is_cropped: bool = False
 
     @cached_property
     def is_identity(self) -> bool:
@@ -127,7 +126,7 @@ class Orientation:
     def crop(self, region: Sequence[float]) -> "Orientation":
         """Return the orientation of a part of the grid. Raises ConfigError."""
         grid, rows, columns = self.grid.crop(region)
-        return replace(self, grid=grid, rows=self.rows[rows], columns=self.columns[columns], is_cropped=True)
+        return replace(self, grid=grid, rows=self.rows[rows], columns=self.columns[columns])
 
 
 def find_orientation(latitude: np.ndarray, longitude: np.ndarray) -> Orientation:
@@ -173,7 +172,7 @@ class Field:
     units: str = ""
     dims: tuple[str, ...] = ()
     chunks: tuple[int, ...] | None = None  # elements that are decoded together
-    selected: Mapping[int, int] = field(default_factory=dict)  # number of a dimension -> position, default 0
+    selected: Mapping[int, int] = field(default_factory=dict)  # number of a dropped dimension -> position
     labels: Mapping[str, np.ndarray] = field(default_factory=dict)  # of axes of forecasts and climatologies
 
     def chunk(self, role: str) -> int:
@@ -188,10 +187,6 @@ class Field:
         """Return how many elements of an axis the slices have, 1 if there is none."""
         return len(range(self.size(role))[slices.get(role, slice(None))]) if role in self.roles else 1
 
-    def crop(self, region: Sequence[float]) -> "Field":
-        """Return the field on the part of its grid that is in a region. Raises ConfigError."""
-        return replace(self, orientation=self.orientation.crop(region))
-
     def read(self, axes: Sequence[str], slices: Mapping[str, slice]) -> np.ndarray:
         """Return (*axes, latitude, longitude) physical values: the slices of some axes, all of the others.
 
@@ -199,8 +194,7 @@ class Field:
         the final ones. Raises DataError naming the file and the date.
         """
         key = tuple(
-            slices.get(role, slice(None)) if role else self.selected.get(i, 0)
-            for i, role in enumerate(self.roles)
+            slices.get(role, slice(None)) if role else self.selected[i] for i, role in enumerate(self.roles)
         )
         stored = self._fetch(key)
         values = self.decoding.decode(stored)
@@ -212,9 +206,7 @@ class Field:
             values = values.reshape(*values.shape[:-1], -1, self.orientation.shape[1])
             roles = [*roles[:-1], "latitude", "longitude"]
         order = ("expver", *axes, "latitude", "longitude")
-        block = values.transpose([roles.index(role) for role in order if role in roles])
-        for position, role in enumerate(order):
-            block = block if role in roles else np.expand_dims(block, position)
+        block = xr.Variable(roles, values).set_dims(order).values
         merged = block[0]
         for version in block[1:]:
             merged = np.where(np.isnan(merged), version, merged)
@@ -264,19 +256,19 @@ class Field:
             each.indices(size)[:2] if isinstance(each, slice) else (each, each + 1)
             for each, size in zip(key, self.raw.shape, strict=True)
         ]
-        parts = [list(_split_span(*span, chunk)) for span, chunk in zip(spans, chunks, strict=True)]
         dims = [i for i, each in enumerate(key) if isinstance(each, slice)]  # that `stored` has
-        for chosen in product(*parts):
-            inside = tuple(chosen[i][1] for i in dims)
-            is_fill = stored[tuple(part.start for part in inside)] == fill
-            if is_fill and not self._has_chunk([number for number, _ in chosen]):
+        numbers = [range(a // size, -(-b // size)) for (a, b), size in zip(spans, chunks, strict=True)]
+        for chunk in product(*numbers):
+            first = [max(chunk[i] * chunks[i] - spans[i][0], 0) for i in dims]
+            if stored[tuple(first)] == fill and not self._has_chunk(chunk):
                 _warn_missing_chunk(self.path, self.array)
-                yield inside
+                ends = [(chunk[i] + 1) * chunks[i] - spans[i][0] for i in dims]
+                yield tuple(map(slice, first, ends))
 
-    def _has_chunk(self, chunk: Sequence[int]) -> bool:
+    def _has_chunk(self, chunk: tuple[int, ...]) -> bool:
         from zarr.core.sync import sync
 
-        key = f"{self.raw.store_path.path}/{self.raw.metadata.encode_chunk_key(tuple(chunk))}".lstrip("/")
+        key = f"{self.raw.store_path.path}/{self.raw.metadata.encode_chunk_key(chunk)}".lstrip("/")
         return sync(self.raw.store_path.store.exists(key))
 
 
@@ -372,12 +364,6 @@ def level_tasks(
     chunks = np.array([position for position, _ in pairs]) // source.chunk("level")
     for near in np.split(np.arange(len(pairs)), np.flatnonzero(np.diff(chunks) > 1) + 1):
         yield partial(fill, [pairs[i] for i in near])
-
-
-def _split_span(first: int, end: int, chunk: int) -> Iterator[tuple[int, slice]]:
-    """Yield (number of a chunk, its slice of first..end) along one dim."""
-    for number in range(first // chunk, -(-end // chunk)):
-        yield number, slice(max(number * chunk, first) - first, min((number + 1) * chunk, end) - first)
 
 
 @cache

@@ -17,9 +17,9 @@ from xarray.backends.file_manager import FILE_CACHE
 from xarray.conventions import decode_cf_variable
 
 from datasets.codecs import register_codecs
-from datasets.options import find_position
+from datasets.options import SELECT
 from datasets.remote import NO_OPTIONS, Access, describe_error, is_url, open_store
-from errors import DataError
+from errors import DataError, refuse
 
 DATA_FILES = tuple(".nc .nc4 .cdf .netcdf .h5 .hdf5 .he5 .grib .grib1 .grib2 .grb .grb2".split())
 TRAINING_STORE = "rossby_training_store"  # attribute of the stores that datasets.convert writes
@@ -206,18 +206,18 @@ def find_coordinate(file: OpenFile, role: str, roles: Mapping[str, str]) -> str:
     raise DataError(f"it has no one-dimensional {role}, only {others}")
 
 
-def dim_labels(file: OpenFile, dim: str) -> list[str] | None:
-    """Return the labels along a dimension, dates as 2020-01-01T00:00:00; None if it has no coordinate.
+def dim_labels(file: OpenFile, dim: str, size: int) -> list[str]:
+    """Return the labels along a dimension, dates as 2020-01-01T00:00:00; without a coordinate numbers from 0.
 
     A dimension of NetCDF 4 without a coordinate reads as zeros: labels that repeat are none.
     """
-    if dim not in file.arrays or file.arrays[dim].ndim != 1:
-        return None
-    if " since " in str(file.arrays[dim].attrs.get("units", "")):
-        return coordinate_times(file, dim).astype(str).tolist()
-    values = file.fetch(dim).tolist()
-    labels = [value.decode() if isinstance(value, bytes) else str(value) for value in values]
-    return labels if len(set(labels)) == len(labels) else None
+    labels = []
+    if dim in file.arrays and file.arrays[dim].ndim == 1:
+        if " since " in str(file.arrays[dim].attrs.get("units", "")):
+            return coordinate_times(file, dim).astype(str).tolist()
+        values = file.fetch(dim).tolist()
+        labels = [value.decode() if isinstance(value, bytes) else str(value) for value in values]
+    return labels if labels and len(set(labels)) == len(labels) else [str(number) for number in range(size)]
 
 
 def decode_times(variable: xr.Variable, reference: str = "") -> np.ndarray:
@@ -273,20 +273,28 @@ def coordinate_times(file: OpenFile, name: str) -> np.ndarray:
     return times
 
 
-def select_position(file: OpenFile, variable: xr.Variable, axis: int, selection: Mapping[str, str]) -> int:
-    """Return the position that is selected on a dimension. Raises ConfigError."""
-    name = str(variable.dims[axis])
-    return find_position(name, selection[name], dim_labels(file, name), variable.shape[axis])
+def select_elements(
+    file: OpenFile, variable: xr.Variable, roles: Sequence[str], selection: Mapping[str, str]
+) -> dict[int, int]:
+    """Return the positions that are read of the dimensions without a role: number of a dimension -> position.
 
-
-def check_dims(
-    file: OpenFile, variable: xr.Variable, roles: Sequence[str], selected: Mapping[int, int]
-) -> None:
-    """Raise DataError for dates as values, and for a dimension of which no element is selected."""
+    Raises ConfigError for a label that is not there, DataError for dates as values, and for a dimension of
+    which no element is selected.
+    """
     if " since " in str(variable.attrs.get("units", "")):
         raise DataError(f"its units are {variable.attrs['units']!r}: dates")
-    for axis, (dim, size, role) in enumerate(zip(variable.dims, variable.shape, roles, strict=True)):
-        if not role and size > 1 and axis not in selected:
-            first = (dim_labels(file, str(dim)) or ["0"])[0]
-            fix = f"choose one with data.select = ['{dim}={first}']"
+    positions = {}
+    for axis, (dim, size, role) in enumerate(
+        zip(map(str, variable.dims), variable.shape, roles, strict=True)
+    ):
+        if role:
+            continue
+        labels = dim_labels(file, dim, size)
+        if dim not in selection and size > 1:
+            fix = f"choose one with data.select = ['{dim}={labels[0]}']"
             raise DataError(f"it has a dimension {dim} of size {size}; {fix}")
+        if dim in selection and selection[dim] not in labels:
+            choice = ", ".join(labels[:5]) + (f" ... {labels[-1]}" if len(labels) > 5 else "")
+            refuse(SELECT, [f"{dim}={selection[dim]}"], f"{dim} has {choice}; take one of them")
+        positions[axis] = labels.index(selection[dim]) if dim in selection else 0
+    return positions

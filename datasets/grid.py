@@ -143,6 +143,18 @@ def area_weights(latitude: np.ndarray) -> np.ndarray:
     return areas / areas.mean()
 
 
+def sum_moments(values: np.ndarray, reference: np.ndarray | float, area: np.ndarray) -> list[float]:
+    """Return weight, first and second moment of values - reference (H, W), over the cells that have one.
+
+    area: weights of the rows (H,).
+    """
+    anomaly = np.subtract(values, reference, dtype=np.float64)
+    valid = np.isfinite(anomaly)
+    anomaly[~valid] = 0
+    by_row = valid.sum(axis=1), anomaly.sum(axis=1), np.einsum("hw,hw->h", anomaly, anomaly)
+    return [float(area @ sums) for sums in by_row]
+
+
 def longitude_bounds(longitude: np.ndarray) -> np.ndarray:
     """Return the columns' bounds (W + 1,) in degrees for ascending `longitude` (W,): midpoints and two ends.
 

@@ -2,7 +2,7 @@
 
 import os
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 import pandas as pd
@@ -12,11 +12,10 @@ from datasets.files import (
     ROLES,
     TRAINING_STORE,
     OpenFile,
-    check_dims,
     coordinate_times,
     decode_times,
     find_coordinate,
-    select_position,
+    select_elements,
 )
 from datasets.remote import NO_OPTIONS, Access, describe_error
 from datasets.variables import (
@@ -93,9 +92,6 @@ def _named_fields(
         roles = tuple(file.role(dim, roles_of) for dim in dims)
         if not {"latitude", "longitude"} <= set(roles) or variable.dtype.kind not in "fiub":
             continue
-        selected = {
-            i: select_position(file, variable, i, selection) for i, dim in enumerate(dims) if dim in selection
-        }
         level_dim, names = dims[roles.index("level")] if "level" in roles else None, (full_name(name),)
         try:
             time_name = find_time_coordinate(file, dims, roles, roles_of)
@@ -104,7 +100,7 @@ def _named_fields(
             labelled = {role: dim for role, dim in zip(roles, dims, strict=True) if role in LABELLED}
             axes |= {d: axis_labels(file, d, role) for role, d in labelled.items() if d not in axes}
             names = _find_names(file, name, level_dim, roles_of)
-            check_dims(file, variable, roles, selected)
+            selected = select_elements(file, variable, roles, selection)
             units, conversion = unit_conversion(names[0], str(variable.attrs.get("units", "")))
             decoding = find_decoding(name, variable, conversion)
         except DataError as error:
@@ -183,15 +179,7 @@ def _find_names(
     described = " ".join(
         str(attrs.get(key, "")) for key in ("long_name", "standard_name", "GRIB_typeOfLevel")
     )
-    return (surface_name(name, [*file.arrays], described),)
-
-
-def surface_name(text: str, siblings: Iterable[str], described: str = "") -> str:
-    """Return the WeatherBench2 name of an array or channel without a level axis: see `surface_or_level`.
-
-    A bare z is the surface's: so in CDS single levels, and in most files of static fields.
-    """
-    return "geopotential_at_surface" if text == "z" else surface_or_level(text, siblings, described)
+    return (surface_or_level(name, [*file.arrays], described),)
 
 
 def _read_levels(file: OpenFile, name: str) -> list[int]:
@@ -229,7 +217,7 @@ def open_tutorial(file: OpenFile) -> list[Field]:
     labels = FOURCASTNET.split() if num_channels == 20 else [f"channel_{i}" for i in range(num_channels)]
     latitude = 90 - np.arange(num_rows) * 180 / (num_rows - num_rows % 2)
     orientation = find_orientation(latitude, np.arange(num_columns) * 360 / num_columns)
-    names = tuple(surface_name(label, labels) for label in labels)
+    names = tuple(surface_or_level(label, labels) for label in labels)
     roles = ("time", "level", "latitude", "longitude")
     own = (orientation, Decoding(), "", roles, file.chunks("fields"))
     return [Field(file.path, "fields", file.raw["fields"], names, roles, times, *own)]
@@ -240,15 +228,14 @@ def open_anemoi(file: OpenFile, selection: Mapping[str, str]) -> list[Field]:
     shape, data = tuple(file.attrs.get("field_shape", ())), file.arrays["data"]
     if len(shape) != 2:
         raise DataError(f"its data have field_shape {shape}: not rows and columns of a grid")
-    roles, ensemble = ("time", "level", "", "cell"), str(data.dims[2])
-    selected = {2: select_position(file, data, 2, selection)} if ensemble in selection else {}
-    check_dims(file, data, roles, selected)
+    roles = ("time", "level", "", "cell")
+    selected = select_elements(file, data, roles, selection)
     latitude, longitude = (file.fetch(name).reshape(shape) for name in ("latitudes", "longitudes"))
     turned = (longitude - longitude[:1] + 180) % 360 - 180
     if max(np.ptp(latitude, axis=1).max(), np.abs(turned).max()) > 1e-3:
         raise DataError("its cells are no rows of one latitude and columns of one longitude: regrid them")
     orientation = find_orientation(latitude[:, 0], longitude[0])
     labels, times = file.attrs["variables"], decode_times(file.arrays["dates"])
-    names = tuple(surface_name(label, labels) for label in labels)
+    names = tuple(surface_or_level(label, labels) for label in labels)
     own = (orientation, Decoding(), "", tuple(map(str, data.dims)), file.chunks("data"), selected)
     return [Field(file.path, "data", file.raw["data"], names, roles, times, *own)]

@@ -3,7 +3,6 @@
 Shapes: B batch, h states of a window (datasets/field_dataset.py), V variables, H latitudes, W longitudes.
 """
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -26,14 +25,13 @@ class Normalizer(nn.Module):
 
     Forcing variables of the next state are given, not predicted, and so is the boundary of a limited area
     (data.boundary_width), which is also an input of the step that leads there; so are the former with
-    data.forcings_of_target. Variables of data.log1p are normalised as log(1 + x / s).
+    data.forcings_of_target.
     """
 
     boundary: Tensor | None
     mean: Tensor
     std: Tensor
     change_scale: Tensor
-    log_scale: Tensor
 
     def __init__(
         self,
@@ -51,11 +49,9 @@ class Normalizer(nn.Module):
         shape, width = statistics.mean_field.shape[-2:], channels.boundary_width
         boundary = boundary_cells(shape, width) if width else None
         self.register_buffer("boundary", boundary, persistent=False)
-        self.has_logs = any(channels.log_scales)
         column = {"mean": statistics.mean, "std": statistics.std}
         column["change_scale"] = statistics.change_std / statistics.std
         column["change_scale"][self.diagnostic] = 1  # their change is that from the mean, 0
-        column["log_scale"] = np.array(channels.log_scales or np.zeros(len(statistics.mean)))
         for name, values in column.items():
             self.register_buffer(
                 name, torch.tensor(values, dtype=torch.float32).view(-1, 1, 1), persistent=False
@@ -69,9 +65,6 @@ class Normalizer(nn.Module):
 
     def _standardize(self, fields: Tensor, variables: slice = ALL) -> Tensor:
         """Return the fields (..., v, H, W) of some variables normalised, NaN where a value is missing."""
-        if self.has_logs:
-            scale = self.log_scale[variables]
-            fields = torch.where(scale > 0, torch.log1p(fields.clamp(min=0) / scale), fields)
         return (fields - self.mean[variables]).div_(self.std[variables])
 
     def normalize_target(self, truth: Tensor) -> tuple[Tensor, Tensor]:
@@ -93,10 +86,7 @@ class Normalizer(nn.Module):
 
     def denormalize(self, fields: Tensor) -> Tensor:
         """Return normalised fields (..., V, H, W) in physical units."""
-        fields = fields * self.std + self.mean
-        if not self.has_logs:
-            return fields
-        return torch.where(self.log_scale > 0, torch.expm1(fields.clamp(min=0)) * self.log_scale, fields)
+        return fields * self.std + self.mean
 
     def with_known(self, window: Tensor, known: Tensor | None) -> Tensor:
         """Return a normalised window (B, h V, H, W) followed by what is an input of the next state.

@@ -74,26 +74,6 @@ def parse_selection(texts: Sequence[str]) -> dict[str, str]:
     return selection
 
 
-def find_position(dim: str, label: str, labels: Sequence[str] | None, size: int) -> int:
-    """Return the position of a label on a dimension; without labels it is a number from 0 on.
-
-    Raises ConfigError.
-    """
-    known = [str(number) for number in range(size)] if labels is None else list(labels)
-    for position, each in enumerate(known):
-        if _is_same_label(each, label):
-            return position
-    choice = ", ".join(known[:5]) + (f" ... {known[-1]}" if len(known) > 5 else "")
-    refuse(SELECT, [f"{dim}={label}"], f"{dim} has {choice}; take one of them")
-
-
-def _is_same_label(text: str, label: str) -> bool:
-    try:
-        return text == label or float(text) == float(label)
-    except ValueError:
-        return False
-
-
 def check_selection(selection: Mapping[str, str], dims: Mapping[str, int], path: str) -> None:
     """Raise ConfigError for a selected dimension that is not in `dims` (name -> size)."""
     for name in selection:

@@ -10,37 +10,13 @@ from typing import Any
 
 import numpy as np
 
-from datasets.variables import CONVERSIONS, UnitConversion, split_name, units
+from datasets.variables import CONVERSIONS, UnitConversion, units, usual_range
 from errors import DataError
 
 logger = logging.getLogger(__name__)
 # Of anything in the units of analyses; NetCDF fills with 9.96921e36, others with 1e20 and 1e30.
 LARGEST = 1e15
 FILLS = (-9999.0, -999.0, -999.9, 9999.0, -32767.0, -32768.0)  # customary ones that could be values
-# Wider than analyses on any level, in the units of datasets/variables.py.
-RANGES = {
-    "geopotential": (-9.5e3, 6e5),
-    "temperature": (150, 350),
-    "u_component_of_wind": (-200, 200),
-    "v_component_of_wind": (-200, 200),
-    "specific_humidity": (-1e-3, 0.05),
-    "vertical_velocity": (-50, 50),
-    "relative_humidity": (-20, 200),
-    "2m_temperature": (170, 340),
-    "2m_dewpoint_temperature": (150, 320),
-    "10m_u_component_of_wind": (-120, 120),
-    "10m_v_component_of_wind": (-120, 120),
-    "mean_sea_level_pressure": (8.5e4, 1.1e5),
-    "surface_pressure": (4e4, 1.15e5),
-    "total_column_water_vapour": (-1, 150),
-    "sea_surface_temperature": (260, 320),
-    "skin_temperature": (150, 360),
-    "total_column_water": (-1, 200),
-    "total_cloud_cover": (-0.01, 1.01),
-    "sea_ice_cover": (-0.01, 1.01),
-    "land_sea_mask": (-0.01, 1.01),
-}
-NO_RANGE = (-np.inf, np.inf)
 
 
 def refuse_fills(fields: np.ndarray, variables: Sequence[str], date: Any, path: str) -> None:
@@ -62,7 +38,7 @@ def undeclared_fill(finite: np.ndarray, name: str) -> float | None:
     low, high = finite.min(), finite.max()
     if max(abs(low), abs(high)) > LARGEST:
         return low if abs(low) > LARGEST else high
-    least, most = RANGES.get(split_name(name)[0], NO_RANGE)
+    least, most = usual_range(name)
     known = [v for v in fills_of(name) if low <= v <= high and not least <= v <= most]
     return next((value for value in known if np.count_nonzero(finite == value) > 1), None)
 
@@ -76,13 +52,13 @@ def fills_of(name: str) -> list[float]:
 
 def implausible_kinds(name: str) -> tuple[str, str]:
     """Return the names of what `count_implausible` counts: "infinite", "outside 170 to 340 K"."""
-    low, high = RANGES.get(split_name(name)[0], NO_RANGE)
+    low, high = usual_range(name)
     return "infinite", f"outside {low:g} to {high:g} {units(name)}"
 
 
 def count_implausible(values: np.ndarray, finite: np.ndarray, name: str) -> tuple[int, int]:
     """Return how many values are infinite, and how many of the finite ones are outside the usual range."""
-    low, high = RANGES.get(split_name(name)[0], NO_RANGE)
+    low, high = usual_range(name)
     return int(np.isinf(values).sum()), int(((finite < low) | (finite > high)).sum())
 
 

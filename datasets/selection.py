@@ -142,16 +142,8 @@ def open_without_periods(
 ) -> Selection:
     """Open `data.path` without looking at its periods: a forecast may start from analyses of other years.
 
-    Raises ConfigError or DataError, which says where the data come from: a configuration travels without
-    them.
+    Raises ConfigError or DataError.
     """
-    try:
-        return _open_without_periods(data, patch_size, elsewhere)
-    except DataError as error:
-        raise DataError(f"{error}; data.source: {data.source}") if data.source else error from None
-
-
-def _open_without_periods(data: Data, patch_size: tuple[int, int], elsewhere: Collection[str]) -> Selection:
     check_forcings(data.forcings)
     variables, selection, access = Channels.of(data).variables, parse_selection(data.select), access_of(data)
     path = data.path

@@ -10,7 +10,7 @@ import logging
 import time
 import zipfile
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, fields, replace
 from functools import cache, cached_property, partial
@@ -23,6 +23,7 @@ import torch
 from datasets.archive import Archive
 from datasets.dates import evenly_spaced
 from datasets.field_dataset import stream
+from datasets.grid import sum_moments
 from datasets.plausibility import count_implausible, log_implausible, refuse_fills
 from errors import DataError
 from jobs.durable_files import replacing
@@ -45,7 +46,6 @@ class Sums:
     variables: np.ndarray  # (V,) names
     # (V,) around which squares are taken: 5e4 m2 s-2 squared would lose seven of the sixteen digits.
     shift: np.ndarray
-    log_scales: np.ndarray  # (V,) of `to_logarithm`
     total: np.ndarray  # (V, H, W) float64, of values
     count: np.ndarray  # (V, H, W) or, while no cell is missing, (V, 1, 1)
     dates: list[np.datetime64] = field(default_factory=list)  # in the order in which they were read
@@ -56,7 +56,7 @@ class Sums:
         """Return the sums over no date; shift (V,) is near the means."""
         names, shape = np.array(source.variables), source.fields.grid.shape
         total, count = np.zeros((len(names), *shape)), np.zeros((len(names), 1, 1), np.int64)
-        return cls(names, shift, source.log_scales, total, count)
+        return cls(names, shift, total, count)
 
     def add(
         self, date: np.datetime64, now: np.ndarray, before: np.ndarray | None, area: np.ndarray, path: str
@@ -68,26 +68,19 @@ class Sums:
         """
         columns, names = np.zeros((len(now), NUM_COLUMNS)), self.variables.tolist()
         columns_of = partial(state_columns, date, area=area, path=path)
-        states = _pool().map(columns_of, names, now, self.shift, self.log_scales)
+        states = _pool().map(columns_of, names, now, self.shift)
         columns[:, : STATE.stop] = list(states)
         has_values = not (columns[:, MISSING] == now[0].size).any()
         if not has_values:
             columns[:, STATE] = 0
         elif before is not None:
-            pairs = (map(to_logarithm, each, self.log_scales) for each in (now, before))
-            columns[:, CHANGE] = list(_pool().map(partial(sum_moments, area=area), *pairs))
+            columns[:, CHANGE] = list(_pool().map(partial(sum_moments, area=area), now, before))
         self.dates.append(date)
         self.rows.append(columns)
         if has_values:
             self.count = self.count + (np.isfinite(now) if columns[:, MISSING].any() else 1)
             np.add(self.total, now, out=self.total, where=np.isfinite(now))
         return has_values
-
-    def merge(self, other: Self) -> None:
-        """Add the sums over other dates."""
-        self.total, self.count = self.total + other.total, self.count + other.count
-        self.dates += other.dates
-        self.rows += other.rows
 
     def table(self) -> tuple[np.ndarray, np.ndarray]:
         """Return the dates (n,), in order, and their rows (n, V, NUM_COLUMNS)."""
@@ -103,45 +96,20 @@ class Sums:
 
     def mean_field(self) -> np.ndarray:
         """Return (V, H, W) float32: the mean over the dates, the variable's where a cell has no value."""
-        mean = from_logarithm(self.moments()[0], self.log_scales)[:, None, None]
+        mean = self.moments()[0][:, None, None]
         with np.errstate(invalid="ignore"):
             return np.where(self.count > 0, self.total / self.count, mean).astype(np.float32)
 
 
-def to_logarithm(values: np.ndarray, scale: float) -> np.ndarray:
-    """Return log(1 + x / scale) of the values x of a variable; scale 0: the values (data.log1p)."""
-    return np.log1p(np.maximum(values, 0) / values.dtype.type(scale)) if scale else values
-
-
-def from_logarithm(values: np.ndarray, scales: np.ndarray) -> np.ndarray:
-    """Return the values (V,) whose `to_logarithm` these are."""
-    return np.where(scales > 0, np.expm1(values * (scales > 0)) * scales, values)
-
-
 def state_columns(
-    date: np.datetime64,
-    name: str,
-    values: np.ndarray,
-    shift: float,
-    log_scale: float,
-    area: np.ndarray,
-    path: str,
+    date: np.datetime64, name: str, values: np.ndarray, shift: float, area: np.ndarray, path: str
 ) -> list[float]:
     """Return the columns of a variable's field (H, W) up to those of its state. Raises DataError."""
     refuse_fills(values[None], [name], date, path)
     finite = values[np.isfinite(values)]
     missing = values.size - finite.size
-    moments = sum_moments(to_logarithm(values, log_scale), shift, area)
+    moments = sum_moments(values, shift, area)
     return [missing, *count_implausible(values, finite, name), *moments]
-
-
-def sum_moments(values: np.ndarray, reference: np.ndarray | float, area: np.ndarray) -> list[float]:
-    """Return weight, first and second moment of values - reference (H, W), over the cells that have one."""
-    anomaly = np.subtract(values, reference, dtype=np.float64)
-    valid = np.isfinite(anomaly)
-    anomaly[~valid] = 0
-    by_row = valid.sum(axis=1), anomaly.sum(axis=1), np.einsum("hw,hw->h", anomaly, anomaly)
-    return [float(area @ sums) for sums in by_row]
 
 
 def _mean_and_std(sums: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -160,10 +128,7 @@ def _pool() -> ThreadPoolExecutor:
 
 @dataclass(frozen=True, eq=False)
 class Statistics:
-    """Area-weighted moments of each variable over the training period, in its units.
-
-    With data.log1p the first three are those of log(1 + x / s).
-    """
+    """Area-weighted moments of each variable over the training period, in its units."""
 
     mean: np.ndarray  # (V,)
     std: np.ndarray  # (V,)
@@ -203,24 +168,16 @@ class Statistics:
         return {name: getattr(self, name).tolist() for name in ("mean", "std", "change_std")}
 
     def write(self, path: Path) -> None:
-        """Write the statistics atomically, with a checksum. Raises OSError."""
-        arrays = {each.name: np.asarray(getattr(self, each.name)) for each in fields(self)}
+        """Write the statistics atomically; the archive has checksums. Raises OSError."""
+        arrays: dict[str, Any] = {each.name: np.asarray(getattr(self, each.name)) for each in fields(self)}
         with replacing(path) as file:
-            np.savez(file, **arrays, checksum=np.array(_checksum(arrays)))  # type: ignore[reportArgumentType]
-
-
-def _checksum(arrays: Mapping[str, np.ndarray]) -> str:
-    found = hashlib.sha256()
-    for name in sorted(arrays):
-        found.update(f"{name} {arrays[name].dtype.str} {arrays[name].shape}".encode())
-        found.update(np.ascontiguousarray(arrays[name]).tobytes())
-    return found.hexdigest()
+            np.savez(file, **arrays)
 
 
 def read_statistics(path: Path) -> Statistics | None:
     """Return stored statistics, None if there are none or, with a warning, if the file is damaged.
 
-    Raises DataError if the numbers are not those that were written; files of older versions have no checksum.
+    Raises DataError if the arrays do not fit each other.
     """
     fix = "remove it, and the next start computes the statistics again"
     if path.is_dir():
@@ -228,7 +185,6 @@ def read_statistics(path: Path) -> Statistics | None:
     try:
         with np.load(path) as stored:
             arrays: dict[str, Any] = {each.name: stored[each.name] for each in fields(Statistics)}
-            changed = "checksum" in stored and str(stored["checksum"]) != _checksum(arrays)
         lengths = {len(arrays[name]) for name in ("mean", "std", "change_std", "mean_field")}
         arrays["fingerprint"] = str(arrays["fingerprint"])
     except FileNotFoundError:
@@ -236,9 +192,8 @@ def read_statistics(path: Path) -> Statistics | None:
     except DAMAGE as error:
         logger.warning("%s: is damaged, or of another version (%s)", path, type(error).__name__)
         return None
-    if changed or len(lengths) > 1:
-        reason = "its numbers are not those that were written" if changed else "its arrays differ in length"
-        raise DataError(f"{path}: {reason}; {fix}")
+    if len(lengths) > 1:
+        raise DataError(f"{path}: its arrays differ in length; {fix}")
     return Statistics(**arrays)
 
 
@@ -251,18 +206,10 @@ class Source:
     dates: np.ndarray  # indices into fields.times
     step: np.timedelta64  # of the model
     weights: np.ndarray  # (H,) of area; missing cells count in no moment
-    scales: Sequence[float] = ()  # (V,) of data.log1p; (): none
-
-    @property
-    def log_scales(self) -> np.ndarray:
-        """The scale of each variable, (V,), 0 for one that is as it is."""
-        return np.array(self.scales or [0.0] * len(self.variables))
 
     @cached_property
     def fingerprint(self) -> str:
-        """The fingerprint of the data."""
-        found = fingerprint_of(self.fields, self.variables, self.dates, self.step)
-        return f"{found} log1p {self.scales}" if any(self.scales) else found
+        return fingerprint_of(self.fields, self.variables, self.dates, self.step)
 
 
 def stored_statistics(cache: Path, source: Source) -> Statistics | None:
@@ -351,7 +298,7 @@ class Counting:
         """own: indices of the dates that count here; the other date of a pair is read too."""
         times = source.fields.times
         before = np.flatnonzero(np.isin(times, times[own] - source.step))
-        self.source, self.own, self.left, self.num_counted = source, own, len(own), 0
+        self.source, self.own, self.left = source, own, len(own)
         read = np.union1d(own, np.intersect1d(before, source.dates))
         self.fields = stream(source.fields, source.variables, read) if len(own) else iter(())
         self.sums = Sums.zeros(source, shift)
@@ -374,7 +321,7 @@ class Counting:
         counts = bool(np.isin(i, self.own))
         if counts:
             has_values = self.sums.add(now, field, before, self.source.weights, self.source.fields.path)
-            self.left, self.num_counted = self.left - 1, self.num_counted + 1
+            self.left -= 1
         else:
             has_values = bool(np.isfinite(field).any(axis=(1, 2)).all())  # of every variable
         if has_values:
@@ -385,7 +332,6 @@ class Counting:
 def first_shift(source: Source) -> np.ndarray:
     """Return (V,): the means of the first date that counts, around which all squares are taken."""
     first = source.fields.read(int(source.dates[0]), source.variables)
-    first = np.stack([to_logarithm(*each) for each in zip(first, source.log_scales, strict=True)])
     valid = np.isfinite(first)
     total = np.where(valid, first, 0).sum(axis=(1, 2), dtype=np.float64)
     return total / np.maximum(valid.sum(axis=(1, 2)), 1)

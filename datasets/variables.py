@@ -5,21 +5,34 @@ Sources: WeatherBench2's data guide; ECMWF's parameter database; the CDS NetCDF 
 """
 
 import difflib
+import math
 import re
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from errors import ConfigError, DataError
 
-# WeatherBench2 name -> units, short names (the first is the label), CF's standard name (table 92).
-ON_LEVELS = {  # in WeatherBench2 and the CDS
-    "geopotential": ("m2 s-2", "z zg", "geopotential"),
-    "temperature": ("K", "t air ta", "air_temperature"),
-    "u_component_of_wind": ("m s-1", "u uwnd ua", "eastward_wind"),
-    "v_component_of_wind": ("m s-1", "v vwnd va", "northward_wind"),
-    "specific_humidity": ("kg kg-1", "q shum hus", "specific_humidity"),
-    "vertical_velocity": ("Pa s-1", "w omega wap", "lagrangian_tendency_of_air_pressure"),
-    "relative_humidity": ("%", "r rhum hur", "relative_humidity"),
+
+class Variable(NamedTuple):
+    """Units, short names (the first is the label), CF's standard name (table 92) of a variable, and a range
+    that is wider than that of analyses on any level, in these units.
+    """
+
+    units: str
+    short_names: str
+    standard_name: str = ""
+    usual_range: tuple[float, float] = (-math.inf, math.inf)
+
+
+# By WeatherBench2's name.
+ON_LEVELS: dict[str, tuple[Any, ...]] = {  # in WeatherBench2 and the CDS
+    "geopotential": ("m2 s-2", "z zg", "geopotential", (-9.5e3, 6e5)),
+    "temperature": ("K", "t air ta", "air_temperature", (150, 350)),
+    "u_component_of_wind": ("m s-1", "u uwnd ua", "eastward_wind", (-200, 200)),
+    "v_component_of_wind": ("m s-1", "v vwnd va", "northward_wind", (-200, 200)),
+    "specific_humidity": ("kg kg-1", "q shum hus", "specific_humidity", (-1e-3, 0.05)),
+    "vertical_velocity": ("Pa s-1", "w omega wap", "lagrangian_tendency_of_air_pressure", (-50, 50)),
+    "relative_humidity": ("%", "r rhum hur", "relative_humidity", (-20, 200)),
     "vorticity": ("s-1", "vo", "atmosphere_relative_vorticity"),
     "divergence": ("s-1", "d", "divergence_of_wind"),
     "potential_vorticity": ("K m2 kg-1 s-1", "pv", "ertel_potential_vorticity"),
@@ -29,26 +42,26 @@ ON_LEVELS = {  # in WeatherBench2 and the CDS
     "fraction_of_cloud_cover": ("1", "cc", ""),
     "wind_speed": ("m s-1", "ws", "wind_speed"),
 }
-ON_ONE_SURFACE = {
-    "2m_temperature": ("K", "t2m 2t tas", "air_temperature"),
-    "2m_dewpoint_temperature": ("K", "d2m 2d", "dew_point_temperature"),
-    "10m_u_component_of_wind": ("m s-1", "u10 10u uas", "eastward_wind"),
-    "10m_v_component_of_wind": ("m s-1", "v10 10v vas", "northward_wind"),
+ON_ONE_SURFACE: dict[str, tuple[Any, ...]] = {
+    "2m_temperature": ("K", "t2m 2t tas", "air_temperature", (170, 340)),
+    "2m_dewpoint_temperature": ("K", "d2m 2d", "dew_point_temperature", (150, 320)),
+    "10m_u_component_of_wind": ("m s-1", "u10 10u uas", "eastward_wind", (-120, 120)),
+    "10m_v_component_of_wind": ("m s-1", "v10 10v vas", "northward_wind", (-120, 120)),
     "10m_wind_speed": ("m s-1", "ws10 sfcwind", ""),
     "100m_u_component_of_wind": ("m s-1", "u100 100u", "eastward_wind"),
     "100m_v_component_of_wind": ("m s-1", "v100 100v", "northward_wind"),
-    "mean_sea_level_pressure": ("Pa", "msl psl", "air_pressure_at_mean_sea_level"),
-    "surface_pressure": ("Pa", "sp ps", "surface_air_pressure"),
-    "total_column_water_vapour": ("kg m-2", "tcwv prw", "atmosphere_mass_content_of_water_vapor"),
-    "total_column_water": ("kg m-2", "tcw", ""),
-    "total_cloud_cover": ("1", "tcc", "cloud_area_fraction"),
+    "mean_sea_level_pressure": ("Pa", "msl psl", "air_pressure_at_mean_sea_level", (8.5e4, 1.1e5)),
+    "surface_pressure": ("Pa", "sp ps", "surface_air_pressure", (4e4, 1.15e5)),
+    "total_column_water_vapour": ("kg m-2", "tcwv prw", "atmosphere_mass_content_of_water_vapor", (-1, 150)),
+    "total_column_water": ("kg m-2", "tcw", "", (-1, 200)),
+    "total_cloud_cover": ("1", "tcc", "cloud_area_fraction", (-0.01, 1.01)),
     "total_precipitation": ("m", "tp", "lwe_thickness_of_precipitation_amount"),
     "precipitation_flux": ("kg m-2 s-1", "pr", "precipitation_flux"),
     "total_precipitation_6hr": ("m", "tp6", "lwe_thickness_of_precipitation_amount"),
     "total_precipitation_24hr": ("m", "tp24", "lwe_thickness_of_precipitation_amount"),
-    "sea_surface_temperature": ("K", "sst tos", "sea_surface_temperature"),
-    "skin_temperature": ("K", "skt ts", "surface_temperature"),
-    "sea_ice_cover": ("1", "siconc ci", "sea_ice_area_fraction"),
+    "sea_surface_temperature": ("K", "sst tos", "sea_surface_temperature", (260, 320)),
+    "skin_temperature": ("K", "skt ts", "surface_temperature", (150, 360)),
+    "sea_ice_cover": ("1", "siconc ci", "sea_ice_area_fraction", (-0.01, 1.01)),
     "snow_depth": ("m", "sd", ""),
     "volumetric_soil_water_layer_1": ("m3 m-3", "swvl1", ""),
     "soil_temperature_level_1": ("K", "stl1", ""),
@@ -58,14 +71,15 @@ ON_ONE_SURFACE = {
     "surface_solar_radiation_downwards": ("J m-2", "ssrd", ""),
     "surface_sensible_heat_flux": ("J m-2", "sshf", ""),
     "surface_latent_heat_flux": ("J m-2", "slhf", ""),
-    "land_sea_mask": ("1", "lsm", ""),
+    "land_sea_mask": ("1", "lsm", "", (-0.01, 1.01)),
     "geopotential_at_surface": ("m2 s-2", "zs", ""),
     "soil_type": ("1", "slt", ""),
     "standard_deviation_of_orography": ("m", "sdor", ""),
     "slope_of_sub_gridscale_orography": ("1", "slor", ""),
 }
-VARIABLES = ON_LEVELS | ON_ONE_SURFACE
-STANDARD_NAMES = {name: standard for name, (_, _, standard) in VARIABLES.items() if standard}
+UNKNOWN = Variable("", "")
+VARIABLES = {name: Variable(*row) for name, row in (ON_LEVELS | ON_ONE_SURFACE).items()}
+STANDARD_NAMES = {name: each.standard_name for name, each in VARIABLES.items() if each.standard_name}
 # Whole fields of zeros are weather, or land: a Zarr store that leaves such chunks out misses nothing.
 OFTEN_ZERO = set(
     """
@@ -81,7 +95,7 @@ CUSTOMARY_HEIGHT = 10  # m: in many archives winds are at this height next to wi
 # Of what attributes say: names, standard names, GRIB's kinds of levels.
 HEIGHT_WORDS = re.compile(r"met(?:er|re)s?\b|heightaboveground|\d ?m\b")
 LEVEL_WORDS = re.compile(r"hpa|isobaric|pressure|mbar|millibar|\bmb\b")
-SHORT_NAMES = {short: name for name, (_, shorts, _) in VARIABLES.items() for short in shorts.split()}
+SHORT_NAMES = {short: name for name, each in VARIABLES.items() for short in each.short_names.split()}
 
 
 def full_name(text: str) -> str:
@@ -99,14 +113,16 @@ def full_name(text: str) -> str:
     return text
 
 
-def surface_or_level(text: str, siblings: Iterable[str], described: str) -> str:
+def surface_or_level(text: str, siblings: Iterable[str], described: str = "") -> str:
     """Return the name of an array or channel without a level axis, of which the short name may mean a height
     above the ground in m or a level in hPa ("u100", "v10"). Raises DataError if nothing decides.
 
     siblings: names of all arrays or channels there; described: what attributes say of this one. They decide;
     without them a level that other variables have is one, and so is a gap in a series of levels. At 10 the
-    height is customary.
+    height is customary. A bare z is the surface's: so in CDS single levels, and in most static files.
     """
+    if text == "z":
+        return "geopotential_at_surface"
     name, match = full_name(text), re.fullmatch(r"([a-z]+)(\d+)", text.lower())
     if match is None or name not in ON_ONE_SURFACE or SHORT_NAMES.get(match[1]) not in ON_LEVELS:
         return name
@@ -154,7 +170,12 @@ def group_levels(variables: Iterable[str]) -> dict[str, dict[int | None, int]]:
 
 def units(variable: str) -> str:
     """Return the units of a variable with or without level ("m2 s-2"), "" for an unknown name."""
-    return VARIABLES.get(split_name(variable)[0], ("",))[0]
+    return VARIABLES.get(split_name(variable)[0], UNKNOWN).units
+
+
+def usual_range(variable: str) -> tuple[float, float]:
+    """Return the lowest and the highest value of a variable that is no surprise, in its units."""
+    return VARIABLES.get(split_name(variable)[0], UNKNOWN).usual_range
 
 
 SPELLINGS = {  # of the data store, of GRIB, of NetCDF's older conventions
@@ -240,7 +261,7 @@ def short_label(variable: str) -> str:
     name, level = split_name(variable)
     if name not in VARIABLES:
         return variable
-    label = f"{VARIABLES[name][1].split()[0]}{'' if level is None else level}"
+    label = f"{VARIABLES[name].short_names.split()[0]}{'' if level is None else level}"
     return label + "hPa" if SHORT_NAMES.get(label, name) != name else label
 
 

@@ -1,4 +1,4 @@
-"""datasets.convert: every layout and every real archive as a converted store; killed, continued, appended."""
+"""datasets.convert: every layout and every real archive as a converted store; killed and continued."""
 
 import fcntl
 import json
@@ -92,12 +92,9 @@ def test_every_layout_comes_back(layout: Callable, tmp_path: Path, truth: xr.Dat
         )
 
 
-def test_anemoi_comes_back_and_its_mask_without_dates(tmp_path: Path, truth: xr.Dataset) -> None:
-    found = convert(
-        anemoi(tmp_path, truth), tmp_path / "out", "--static", "land_sea_mask", "--dtype", "float32"
-    )
-    assert sorted(found.variables) == ["2m_temperature", "temperature:500"]
-    assert found.static_variables == ["land_sea_mask"]
+def test_anemoi_comes_back(tmp_path: Path, truth: xr.Dataset) -> None:
+    found = convert(anemoi(tmp_path, truth), tmp_path / "out", "--dtype", "float32")
+    assert sorted(found.variables) == ["2m_temperature", "land_sea_mask", "temperature:500"]
     t2m = found.read_block(0, 5, ["2m_temperature"])[:, 0]
     np.testing.assert_array_equal(t2m, truth["2m_temperature"].values)
     np.testing.assert_array_equal(found.read_static("land_sea_mask"), truth.land_sea_mask.values)
@@ -145,12 +142,12 @@ def test_a_bit_that_turned_over_in_a_value_is_seen(tmp_path: Path, truth: xr.Dat
 # -- selection
 
 
-def test_variables_levels_period_and_static(tmp_path: Path, truth: xr.Dataset) -> None:
+def test_variables_levels_and_period(tmp_path: Path, truth: xr.Dataset) -> None:
     source = EXACT[0](tmp_path, truth)
-    chosen = ["--variables", "geopotential", "temperature:850", "--levels", "500", "1000", "--static"]
+    chosen = ["--variables", "geopotential", "temperature:850", "--levels", "500", "1000"]
     found = convert(source, tmp_path / "a", *chosen, "--period", "2019-12-31T12", "2020-01-01")
     assert set(found.variables) == {"geopotential:500", "geopotential:1000", "temperature:850"}
-    assert len(found.times) == 4 and not found.static_variables
+    assert len(found.times) == 4
     assert set(convert(source, tmp_path / "b", "--levels", "850").variables) == {
         "geopotential:850",
         "temperature:850",
@@ -206,7 +203,7 @@ def test_float16_refuses_what_it_cannot_store(tmp_path: Path, truth: xr.Dataset)
         open_archive(str(tmp_path / "out"))
 
 
-# -- killed, continued, in parallel, appended
+# -- killed, continued, in parallel
 
 
 def long_source(path: Path, dates: int = 14) -> str:
@@ -262,42 +259,6 @@ def test_a_cluster_gives_equal_values(tmp_path: Path) -> None:
     assert_equal_stores(tmp_path / "one", tmp_path / "two")
 
 
-def test_later_dates_are_appended(tmp_path: Path) -> None:
-    """Of a source that has grown, and of another: the last shard that was not full is written again."""
-    before, after = long_source(tmp_path, 14), long_source(tmp_path, 19)
-    target, grown = tmp_path / "target", tmp_path / "grown.nc"
-    shutil.copy(before, grown)
-    convert(str(grown), target, "--dtype", "float32")
-    untouched = [target / f"2m_temperature/c/{n}/0/0" for n in (0, 2)]
-    old = [path.stat().st_mtime_ns for path in untouched]
-    grown.unlink()
-    shutil.copy(after, grown)
-    found = convert(str(grown), target, "--dtype", "float32")
-    assert len(found.times) == 19 and [path.stat().st_mtime_ns for path in untouched] == old
-    convert(str(grown), tmp_path / "whole", "--dtype", "float32")
-    assert_equal_stores(target, tmp_path / "whole")
-    exact = open_archive(after)
-    other = convert(before, tmp_path / "other")
-    other = convert(after, tmp_path / "other", "--period", "2020-01-03T08", "2020-01-31")
-    np.testing.assert_array_equal(other.times, exact.times)
-    block = other.read_block(0, 19, ["2m_temperature"])
-    np.testing.assert_allclose(block, exact.read_block(0, 19, ["2m_temperature"]), atol=0.02)
-
-
-def test_an_append_that_failed_continues(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    before, after = long_source(tmp_path, 14), long_source(tmp_path, 19)
-    for name in ("a", "b"):
-        convert(before, tmp_path / name)
-    convert(after, tmp_path / "a")
-    fail_after(2, monkeypatch, [after, str(tmp_path / "b")])
-    with pytest.raises(DataError, match="its conversion has not ended"):
-        open_archive(str(tmp_path / "b"))
-    with pytest.raises(ConfigError, match="SOURCE"):
-        main([before, str(tmp_path / "b")])
-    convert(after, tmp_path / "b")
-    assert_equal_stores(tmp_path / "b", tmp_path / "a")
-
-
 def fail_after(number: int, monkeypatch: pytest.MonkeyPatch, argv: list[str]) -> None:
     """Convert, with an error after so many parts."""
     write_part, count = conversion.Conversion.write_part, [0]
@@ -313,28 +274,35 @@ def fail_after(number: int, monkeypatch: pytest.MonkeyPatch, argv: list[str]) ->
         main(argv)
 
 
-@pytest.mark.parametrize("row", [2, 9, None])
-def test_dates_that_appear_while_a_conversion_is_killed(tmp_path, monkeypatch, row: int | None) -> None:
-    """One inside a finished part left "complete" with values under other dates; later ones are appended."""
-    whole, source, target = long_source(tmp_path), tmp_path / "source.nc", tmp_path / "target"
-    with xr.open_dataset(whole) as ds:
-        ds = ds.load()
-    there = ds.isel(time=slice(12)) if row is None else ds.drop_isel(time=row)
-    there.to_netcdf(source, engine="h5netcdf")
-    fail_after(5, monkeypatch, [str(source), str(target), "--dtype", "float32"])
-    source.unlink()
-    shutil.copy(whole, source)
+@pytest.mark.parametrize("lacking", [False, True])
+def test_a_source_that_changes_while_a_conversion_is_killed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture, lacking: bool
+) -> None:
+    """Dates that appear are named at the end; one that is lost is refused."""
+    sources = [long_source(tmp_path, dates) for dates in (14, 19)]
+    source, target = tmp_path / "source.nc", tmp_path / "target"
+    shutil.copy(sources[lacking], source)
     argv = [str(source), str(target), "--dtype", "float32"]
-    if row is None:
-        assert main(argv) == 0
-    else:
-        with pytest.raises(ConfigError, match="only later dates are appended"):
+    fail_after(5, monkeypatch, argv)
+    with pytest.raises(DataError, match="its conversion has not ended"):
+        open_archive(str(target))
+    source.unlink()
+    shutil.copy(sources[not lacking], source)
+    if lacking:
+        with pytest.raises(ConfigError, match="it lacks 2020-01-03T08:00:00, one of the dates"):
             main(argv)
-    found, exact = open_archive(str(target)), open_archive(whole)
-    assert len(found.times) == (14 if row is None else 13)
-    for i, time in enumerate(found.times):
-        names = found.variables
-        np.testing.assert_array_equal(found.read(i, names), exact.read(exact.index(time), names))
+        return
+    for _ in range(2):  # continued, and when it is complete
+        assert main(argv) == 0
+        assert "SOURCE has 5 other dates, the first 2020-01-03T08:00:00" in capsys.readouterr().out
+    found, exact = open_archive(str(target)), open_archive(sources[0])
+    np.testing.assert_array_equal(found.times, exact.times)
+    names = found.variables
+    np.testing.assert_array_equal(found.read_block(0, 14, names), exact.read_block(0, 14, names))
+    rest, more = tmp_path / "rest", ["--period", "2020-01-03T08", "2020-01-31", "--dtype", "float32"]
+    convert(str(source), rest, *more)
+    joined, exact = open_archive(str(target), more_paths=[str(rest)]), open_archive(sources[1])
+    np.testing.assert_array_equal(joined.read_block(0, 19, names), exact.read_block(0, 19, names))
 
 
 # -- what is refused
@@ -376,11 +344,3 @@ def test_what_is_refused(tmp_path: Path, truth: xr.Dataset, monkeypatch: pytest.
     os.close(descriptor)
     assert before == {path: path.stat().st_mtime_ns for path in target.rglob("*")}
     assert not Path("new").exists()
-
-
-def test_dates_in_between_are_no_append(tmp_path: Path, truth: xr.Dataset) -> None:
-    (tmp_path / "a").mkdir()
-    some = EXACT[0](tmp_path / "a", truth.isel(time=[0, 1, 3, 4]))
-    convert(some, tmp_path / "out")
-    with pytest.raises(ConfigError, match="only later dates"):
-        convert(EXACT[0](tmp_path, truth), tmp_path / "out")

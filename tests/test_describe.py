@@ -14,7 +14,7 @@ import xarray as xr
 from config import Data
 from datasets import convert as conversion
 from datasets.convert import main as convert
-from datasets.describe import main, split_periods
+from datasets.describe import main
 from datasets.selection import open_selection
 from errors import ConfigError
 from tests import sample_archives as samples
@@ -68,7 +68,7 @@ def test_a_converted_store(tmp_path: Path, capsys: pytest.CaptureFixture) -> Non
     assert convert([weatherbench(tmp_path, analyses()), str(tmp_path / "out")]) == 0
     text, data = describe_section(str(tmp_path / "out"), capsys)
     assert "float16" in text
-    assert data.levels == (500, 850, 1000) and data.static_variables == ("land_sea_mask",)
+    assert data.static_variables == ("land_sea_mask",)
 
 
 def test_gaps_and_a_selected_element(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
@@ -93,15 +93,6 @@ def test_leads_are_those_that_the_data_have(tmp_path, capsys, hours: int, dates:
     config = load_checked(["--job.config_file", str(tmp_path / "a.toml")])
     open_selection(config.data, (1, 1), config.validation.lead_hours)
     assert config.validation.lead_hours == leads
-
-
-def test_the_last_year_validates_where_there_are_three() -> None:
-    times = np.datetime64("1990-01-01", "s") + np.arange(4 * 365 * 4 + 4) * np.timedelta64(6, "h")
-    train, validation = split_periods(times)
-    assert train == ["1990-01-01", "1992-12-31T18:00:00"]
-    assert validation == ["1993-01-01", "1993-12-31T18:00:00"]
-    train, validation = split_periods(times[:400])
-    assert train[1] < validation[0] and len(times[:400]) * 0.1 < 100
 
 
 def waves(dates: int = 12) -> xr.Dataset:

@@ -43,7 +43,7 @@ def build(channels: Channels, seed: int, name: str = "vit", dim: int = 16, grid=
     settings = dataclasses.replace(Model(), name=name, dim=dim, num_layers=2, num_heads=2, width=4, levels=1)
     asked = Parallelism(**parallelism)
     mesh = shared_mesh(resolve_degrees(dist.get_world_size(), asked))
-    outputs = len(channels.outputs)
+    outputs = len(channels.variables)
     plan = build_model(settings, outputs, len(channels.inputs) - outputs, grid, True)
     recipe = Recipe(asked, ActivationCheckpoint(), Compile(), Float8(), torch.float32, torch.float32)
     return parallelize(plan, mesh, torch.device("cpu"), seed, recipe).parameters

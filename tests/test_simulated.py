@@ -19,11 +19,11 @@ from datasets.simulated import (
     RADIUS,
     ROTATION,
     TRUNCATION,
+    SphericalHarmonics,
     TwoLayerModel,
     ensure_simulated,
     simulate,
 )
-from datasets.spherical_harmonics import SphericalHarmonics
 
 INVISCID = replace(  # motion only: the tendencies of all other processes are exactly zero
     DEFAULTS,

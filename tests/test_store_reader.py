@@ -6,6 +6,7 @@ import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache
+from io import FileIO
 from pathlib import Path
 from typing import Any
 
@@ -173,7 +174,7 @@ def test_only_stores_of_this_format_are_read_by_threads(tmp_path):
 
 
 def test_few_files_are_open_at_once(tmp_path, monkeypatch):
-    monkeypatch.setattr(store_reader, "_open", lru_cache(5)(store_reader._OpenFile))
+    monkeypatch.setattr(store_reader, "_open", lru_cache(5)(FileIO))
     for number in range(12):
         (tmp_path / str(number)).write_bytes(b"%03d" % number)
 

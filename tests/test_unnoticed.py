@@ -11,9 +11,7 @@ import zarr
 
 import evaluate as evaluate_py
 import forecast
-from config import Data
 from datasets.archive import open_archive
-from datasets.channels import Channels
 from datasets.convert import main as convert
 from datasets.describe import main as describe
 from datasets.grid import Grid, coarser, global_grid
@@ -74,31 +72,6 @@ def test_a_fill_value_that_is_text_is_a_number_or_leaves_one_variable_out(tmp_pa
         assert "'none' is no number" in archive.unreadable[T2M]
     else:
         assert np.isnan(archive.read(2, [T2M])).sum() == 2
-
-
-@pytest.mark.parametrize("dtype", ["float32", "float16"])
-def test_a_source_that_has_changed_is_not_appended_to_the_store_of_the_old(tmp_path, dtype):
-    """As ERA5 replaces its preliminary days."""
-    source, target = tmp_path / "a.nc", str(tmp_path / "a.zarr")
-    ds = small_dataset({U10: small_wave(80)})
-    rng = np.random.default_rng(0)
-    ds[U10] += rng.normal(size=ds[U10].shape)
-    words = [str(source), target, "--dtype", dtype]
-    ds.isel(time=slice(0, 40)).to_netcdf(source, engine="h5netcdf")
-    convert(words)
-    ds.isel(time=slice(0, 60)).to_netcdf(source, engine="h5netcdf")
-    convert(words)
-    last = ds[U10][55].copy()
-    ds[U10][55] = 1e-10  # nearly all of it is rounded away, which is allowed
-    ds.isel(time=slice(0, 60)).to_netcdf(source, engine="h5netcdf")
-    convert([*words[:1], f"{target}2", *words[2:]])
-    ds.isel(time=slice(0, 65)).to_netcdf(source, engine="h5netcdf")
-    convert([*words[:1], f"{target}2", *words[2:]])
-    ds[U10][55] = last
-    ds[U10][57:60] += 3
-    ds.to_netcdf(source, engine="h5netcdf")
-    with pytest.raises(ConfigError, match=f"{U10} at 2020-01-15.* is not that of"):
-        convert(words)
 
 
 def test_all_dates_that_files_have_in_common_can_be_compared(tmp_path, capsys):
@@ -162,16 +135,6 @@ def test_another_static_field_is_another_meaning_of_the_weights(trained):
     with pytest.raises(ConfigError, match="the field land_sea_mask = .*was trained with"):
         run_train(*options, "--data.static_path", str(folder / "other.nc"), "--training.steps=4")
     run_train(*options, "--data.static_path", str(folder / "mask.nc"), "--training.steps=3")
-
-
-def test_the_logarithm_of_a_variable_is_another_channel():
-    def channels(*log1p: str) -> Channels:
-        data = Data(variables=(T2M,), diagnostic_variables=("rain",), history=2, log1p=log1p)
-        return Channels.of(data)
-
-    plain, log = channels(), channels("rain=1e-5")
-    assert plain.outputs == [T2M, "rain"] and log.outputs == [T2M, "rain as log(1 + x / 1e-05)"]
-    assert set(plain.inputs) & set(log.inputs) == {T2M, f"{T2M} 6 h before"}
 
 
 # -- forecasts
@@ -316,13 +279,6 @@ def test_packed_coordinates_are_unpacked(tmp_path):
     assert found.grid.same_as(plain.grid)
     assert found.variables == [name for name in plain.variables if name.startswith("temperature")]
     assert (found.times == plain.times).all()
-
-
-def test_model_levels_are_no_pressures(tmp_path):
-    ds = analyses()[["temperature"]]
-    ds["level"] = ("level", np.arange(60, 60 + ds.sizes["level"]), {"long_name": "hybrid level"})
-    ds.to_netcdf(tmp_path / "a.nc", engine="h5netcdf")
-    refused(tmp_path / "a.nc", "hybrid", "temperature:60")
 
 
 def test_cells_of_a_rotated_grid_are_no_rows(tmp_path):

@@ -8,7 +8,6 @@ from pathlib import Path
 import numpy as np
 
 from config import Data
-from datasets.channels import Channels
 from datasets.field_dataset import FieldDataset, cache_if_small
 from datasets.grid import area_weights
 from datasets.selection import Selection
@@ -36,8 +35,7 @@ class Samples:
         dates = np.union1d(selection.train, selection.validation)
         self.archive = cache_if_small(selection.archive, variables, dates, data.cache_gib)
         self.area = area_weights(selection.archive.grid.latitude)  # (H,)
-        scales = Channels.of(data).log_scales
-        source = Source(self.archive, variables, selection.train, selection.step, self.area, scales)
+        source = Source(self.archive, variables, selection.train, selection.step, self.area)
         source = replace(source, dates=sampled_pairs(source, data.statistics_dates))
         self.statistics = load_or_count(folder / "statistics.npz", source, trained)
 

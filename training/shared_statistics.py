@@ -68,12 +68,12 @@ def count_together(source: Source) -> Statistics:
 
 def rounds(counting: Counting, bar: tqdm, group: dist.ProcessGroup) -> None:
     """Count until no rank has a date left. UserError, on all ranks: what one of them met."""
-    left, num_counted = 1, 0
+    left, before = 1, counting.left
     while left:
         on_all_ranks(lambda: counting.go_on(ROUND_SECONDS))
         activity.progress()
-        state = torch.tensor([counting.left, counting.num_counted - num_counted])
-        num_counted = counting.num_counted
+        state = torch.tensor([counting.left, before - counting.left])
+        before = counting.left
         dist.all_reduce(state, group=group)
         left = int(state[0])
         bar.update(int(state[1]))
