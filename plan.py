@@ -10,7 +10,6 @@
                       its measured steps
 --calibrate           measure this machine for the configuration's shapes, into outputs/calibration.json
 --dry_run --world_size N   build the layout on N fake ranks and run one step without memory
---restart_minutes M   from a preemption to the next step (default 30)
 --json                print one JSON object instead of tables
 
 --job.dump_folder RUN alone plans the run in that folder, by its config.toml. Days and dollars are ranges:
@@ -32,7 +31,6 @@ OPTIONS = own_options(
     dry_run=False,
     json=False,
     world_size=1,
-    restart_minutes=30.0,
 )
 if __name__ == "__main__":
     answer_early(__doc__, None, OPTIONS)  # on which cluster it can work is known later
@@ -69,7 +67,6 @@ from training.config_checks import check
 if TYPE_CHECKING:
     from datasets.grid import Grid
 
-LEAST = {"world_size": 1, "restart_minutes": 0.0}
 MOST_RANKS = 4096
 
 
@@ -93,10 +90,7 @@ def main() -> None:
 
 def check_options(options: argparse.Namespace) -> None:
     """Refuse numbers and words that no plan can be made of. Raises ConfigError."""
-    for name, least in LEAST.items():
-        if not getattr(options, name) >= least:
-            raise ConfigError(f"--{name} {getattr(options, name)}: give at least {least}")
-    if options.world_size > MOST_RANKS:
+    if not 1 <= options.world_size <= MOST_RANKS:
         raise ConfigError(f"--world_size {options.world_size}: give 1 to {MOST_RANKS} ranks")
     if options.layout not in ("configured", "auto"):
         raise ConfigError(f"--layout {options.layout}: give configured or auto")
@@ -120,7 +114,7 @@ def make_plan(config: Config, cluster: Cluster, options: argparse.Namespace) -> 
         reason = f"no layout of {cluster.devices} devices can share it"
         raise ConfigError(f"training.global_batch_size = {work.global_batch}: {reason}; take a multiple")
     made = plans[0] if plans else plan(work, cluster)
-    cost = cost_range(config, made, cluster, options.restart_minutes)
+    cost = cost_range(config, made, cluster)
     fit = fits(made, cluster)
     stages = rollout_stages(config, made, cluster)
     read_bytes = max(read_rate(work, time.samples_per_second) for _, work, time in stages)
@@ -179,21 +173,21 @@ def layout_blocks(plans: list[Plan], cluster: Cluster, config: Config) -> list[s
 
 
 def calibrate_machine(config: Config) -> None:
-    """Measure rates of this machine for the shapes of `config`; plan.py --cluster this (or cpu) uses them."""
+    """Measure rates of this machine for the shapes of `config`; plan.py --cluster this uses them."""
     import torch
 
-    from planning.calibration import BlockShape, calibrate, save_calibration
+    from planning.calibration import calibrate, save_calibration
     from training.process_settings import retain_memory
 
     ranks = int(os.environ.get("NGPU", "1"))
     model = job(config, 1).model
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     batch = config.training.local_batch_size * config.training.members
-    block = BlockShape(batch, model.tokens, model.dim, model.heads, model.mlp_dim)
     retain_memory(device)  # as train.py does
     threads = max(torch.get_num_threads() // ranks, 1)
     started = time.perf_counter()
-    measured = calibrate([block], [config.model.attention_backend.replace("auto", "sdpa")], device, threads)
+    backend = config.model.attention_backend.replace("auto", "sdpa")
+    measured = calibrate([(batch, model)], [backend], device, threads)
     save_calibration(measured, CALIBRATION)
     used = f"{measured.processor}, {threads} threads, {len(measured.timings)} operations"
     print(f"{CALIBRATION}: {used} in {time.perf_counter() - started:.0f} s; use it with --cluster this")

@@ -54,7 +54,6 @@ from parallelisms.degrees import Degrees
 from parallelisms.mesh import start_ranks
 from planning.architecture import vit_architecture
 from planning.calibration import (
-    BlockShape,
     adamw_operation,
     attention_operations,
     calibrate,
@@ -294,7 +293,7 @@ def time_steps(session: Session, what: str, case: Case, kernels: bool) -> None:
         return time_steps(session, what, replace(case, batch=case.batch // 2), kernels)
     if math.isnan(loss):
         raise ValueError("the loss is NaN")
-    flops = 3 * case.workload(sizes).model.flops() * case.batch / seconds
+    flops = 3 * case.workload(sizes).model.flops * case.batch / seconds
     peak = torch.cuda.max_memory_allocated() if session.on_gpu else 0
     about = {"step_seconds": seconds, "mfu": session.mfu(flops), "tflops": flops / 1e12, "peak_bytes": peak}
     about |= {"loss": loss, "with_compilation": spent} | case.about(sizes)
@@ -322,7 +321,7 @@ def planner(session: Session) -> None:
     measured = [row for row in session.earlier() if row["part"] == "steps" and "tokens" in row]
     backends = tuple(sorted({row["backend"] for row in measured})) or ("sdpa",)
     shapes = [(patch, heads) for patch in sizes.patches for heads in sizes.heads]
-    blocks = [BlockShape(4, sizes.tokens(p), sizes.dim, heads, 4 * sizes.dim) for p, heads in shapes]
+    blocks = [(4, Case(patch, heads).workload(sizes).model) for patch, heads in shapes]
     rates = calibrate(blocks, backends, device, torch.get_num_threads(), seconds=sizes.calibration_seconds)
     # With the rows where the caller says where these go, or they are a rehearsal's.
     near = session.rows if session.rehearse or "OUT" in os.environ else None
@@ -541,7 +540,7 @@ def time_peer(session: Session, what: str, build: type[nn.Module], patch: tuple[
             session.free()
             if batch == 1:
                 raise
-    flops = 3 * Case(patch, sizes.heads[0]).workload(sizes).model.flops() * batch / seconds
+    flops = 3 * Case(patch, sizes.heads[0]).workload(sizes).model.flops * batch / seconds
     about = {"mfu": session.mfu(flops), "batch": batch, "tokens": sizes.tokens(patch)}
     session.add(f"{what}, batch {batch}", batch / seconds, "samples/s", **about)
 

@@ -25,7 +25,8 @@ from benchmarks.gpu import Case, Sizes, training_of
 from benchmarks.random_run import RandomRun
 from benchmarks.results_file import clock, in_turns, parse, record, table
 from parallelisms.mesh import start_ranks
-from planning.calibration import BlockShape, calibrate
+from planning.architecture import vit_architecture
+from planning.calibration import calibrate
 from planning.clusters import load_cluster
 from planning.step_time import step_time
 from training.process_settings import retain_memory
@@ -40,7 +41,10 @@ def main() -> int:
     start_ranks(600)
     threads = torch.get_num_threads()
     listed = tomllib.loads(Path(__file__).with_suffix(".toml").read_text())
-    blocks = [BlockShape(*shape) for shape in listed["calibrated"]]
+    blocks = [
+        (batch, vit_architecture((tokens, 1), (1, 1), 1, 1, dim, 1, heads, mlp_dim=mlp_dim))
+        for batch, tokens, dim, heads, mlp_dim in listed["calibrated"]
+    ]
     again = partial(calibrate, blocks, ("math", "sdpa"), DEVICE, threads, seconds=options.seconds)
     listed_rates, first = load_cluster("cpu1" if DEVICE.type == "cpu" else "h200x1"), again()
 

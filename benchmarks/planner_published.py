@@ -49,9 +49,6 @@ class LanguageModel(Architecture):
     causal: bool = False
     fused: bool = True  # q, k and v are one product
 
-    def attention_flops(self) -> float:
-        return super().attention_flops() / (2 if self.causal else 1)
-
 
 def language_model(
     tokens: int,
@@ -77,8 +74,11 @@ def language_model(
     block |= linear("attention.projection", dim, dim, biases) | norm("mlp_norm")
     block |= linear("mlp.up", dim, mlp_dim, biases) | linear("mlp.down", mlp_dim, dim, biases)
     block |= linear("mlp.gate", dim, mlp_dim, biases) if kind.get("gated") else {}
+    parameters = sum(math.prod(shape) for shape in block.values() if len(shape) == 2)
+    attention = 4 * tokens**2 * dim / (2 if kind.get("causal") else 1)
+    flops = layers * (2 * tokens * parameters + attention) + 2 * tokens * dim * vocabulary
     ends = {"embedding.weight": (vocabulary, dim)}, norm("norm") | linear("head", dim, vocabulary, biases)
-    return LanguageModel(tokens, dim, layers, heads, 0, vocabulary, block, *ends, **kind)
+    return LanguageModel(tokens, dim, layers, heads, 0, vocabulary, flops, block, *ends, **kind)
 
 
 RUNS = Path(__file__).with_name("published_runs.toml")

@@ -222,7 +222,7 @@ def compare(folder: str, dim: int, dtype: str, alternations: int) -> list[dict[s
     seconds = {name: statistics.median(times) for name, times in found.items()}
     for group in groups:
         group.stop()  # what was built takes memory
-    flops = 3 * BATCH * vit_architecture(GRID, PATCH, CHANNELS, CHANNELS, dim, LAYERS, HEADS).flops()
+    flops = 3 * BATCH * vit_architecture(GRID, PATCH, CHANNELS, CHANNELS, dim, LAYERS, HEADS).flops
     ours = min((name for name in steps if name.startswith("rossby")), key=lambda name: seconds[name])
     peer, rows = min(seconds[name] for name in steps if not name.startswith("rossby")), []
     for name, taken in seconds.items():

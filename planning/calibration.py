@@ -27,6 +27,7 @@ from errors import DataError
 from jobs.durable_files import write_durably
 from models.attention import attention, check_backend, find_obstacle
 from models.vit import Block
+from planning.architecture import Architecture
 from planning.hardware import PRECISION, Cluster, Device
 from training.process_settings import host_memory
 
@@ -200,21 +201,7 @@ def processor_name() -> str:
 # -- measuring
 
 
-@dataclass(frozen=True)
-class BlockShape:
-    """A block of the ViT: its operations are measured."""
-
-    batch: int
-    tokens: int
-    dim: int
-    heads: int
-    mlp_dim: int
-
-    @property
-    def linears(self) -> list[tuple[int, int, int]]:
-        """(rows, inputs, outputs) of its linear layers."""
-        d, m = self.dim, self.mlp_dim
-        return [(self.batch * self.tokens, k, n) for k, n in ((d, 3 * d), (d, d), (d, m), (m, d))]
+Sample = tuple[int, Architecture]  # states at once, and the model with the block that is measured
 
 
 @dataclass(frozen=True)
@@ -228,7 +215,7 @@ class Operation:
 
 
 def calibrate(
-    blocks: Sequence[BlockShape],
+    blocks: Sequence[Sample],
     backends: Sequence[str],
     device: torch.device,
     threads: int,
@@ -263,22 +250,22 @@ def calibrate(
 
 
 def operations(
-    blocks: Sequence[BlockShape], backends: Sequence[str], device: torch.device
+    blocks: Sequence[Sample], backends: Sequence[str], device: torch.device
 ) -> Iterator[Operation]:
     """In every precision; shapes that several blocks have are timed once."""
-    linears = dict.fromkeys(shape for block in blocks for shape in block.linears)
-    attentions = dict.fromkeys((b.batch, b.heads, b.tokens, b.dim // b.heads) for b in blocks)
-    activations = dict.fromkeys((b.batch * b.tokens, n) for b in blocks for n in (b.dim, b.mlp_dim))
+    linears = dict.fromkeys((batch * each.tokens, k, n) for batch, each in blocks for n, k in each.matrices)
+    attentions = dict.fromkeys((batch, each.heads, each.tokens, each.head_dim) for batch, each in blocks)
+    activations = [(batch * each.tokens, n) for batch, each in blocks for n in (each.dim, each.mlp_dim)]
     for dtype in DTYPES:
         possible = [each for each in backends if not find_obstacle(each, device.type, DTYPES[dtype])]
         for shape in linears:
             yield from linear_operations(*shape, dtype, device)
         for shape, backend in product(attentions, possible):
             yield from attention_operations(*shape, dtype, backend, device)
-        for rows, width in activations:
+        for rows, width in dict.fromkeys(activations):
             yield from elementwise_operations(rows, width, dtype, device)
-        for block in blocks:
-            yield block_operation(block, dtype, (possible or ["sdpa"])[0], device)
+        for batch, model in blocks:
+            yield block_operation(batch, model, dtype, (possible or ["sdpa"])[0], device)
     yield adamw_operation(sum(inputs * outputs for _, inputs, outputs in linears), device)
 
 
@@ -338,10 +325,12 @@ def elementwise_operations(rows: int, width: int, dtype: str, device: torch.devi
         yield Operation(f"elementwise/{name}", dtype, (size,), run)
 
 
-def block_operation(block: BlockShape, dtype: str, backend: str, device: torch.device) -> Operation:
+def block_operation(
+    batch: int, model: Architecture, dtype: str, backend: str, device: torch.device
+) -> Operation:
     """Forward and backward of blocks one after the other, as in a model."""
-    tokens, dim, heads, mlp_dim = block.tokens, block.dim, block.heads, block.mlp_dim
-    batch = max(min(block.batch, MAX_VALUES[device.type] // (tokens * mlp_dim)), 1)
+    tokens, dim, heads, mlp_dim = model.tokens, model.dim, model.heads, model.mlp_dim
+    batch = max(min(batch, MAX_VALUES[device.type] // (tokens * mlp_dim)), 1)
     options = {"qkv_bias": True, "qk_norm": False, "drop": 0.0, "backend": backend}
     blocks = nn.Sequential(*(Block(dim, heads, mlp_dim, **options) for _ in range(BLOCKS))).to(device)
     (x,) = tensors([(batch, tokens, dim)], "float32", device)

@@ -1,7 +1,6 @@
 """Machines that runs can be planned for: planning/clusters.toml, a user's own files, a calibration."""
 
 import dataclasses
-import difflib
 import re
 import tomllib
 from collections.abc import Iterable
@@ -9,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from config import in_project
-from errors import ConfigError
+from errors import ConfigError, nearest
 from planning.calibration import calibrated, load_calibration
 from planning.hardware import Cluster, Device, Link
 
@@ -34,7 +33,7 @@ DEVICE_KEYS = [field.name for field in dataclasses.fields(Device) if field.name 
 CLUSTER_KEYS = [field.name for field in dataclasses.fields(Cluster)]
 NO_KEYS = ("name", "device", "devices", "measured", "anchor")
 KEYS = ["like", "known_as", *DEVICE_KEYS, *(key for key in CLUSTER_KEYS if key not in NO_KEYS)]
-OPTIONAL = ("like", "known_as", "shared", "cores", "float32_attention", "hopper_forward", "hopper_backward")
+OPTIONAL = ("like", "known_as", "shared", "float32_attention", "hopper_forward", "hopper_backward")
 MAY_BE_ZERO = ("reserved", "on_demand", "spot", "spot_interruptions", "failures")
 
 
@@ -42,20 +41,19 @@ def load_cluster(name: str, files: Iterable[str | Path] = (), calibration: Path 
     """The cluster `name`: a machine and how many of its devices ("a100x64", "a100-40x16", "cpu2").
 
     A machine's name alone is one node of it. `files` are TOML files of the user's, which add machines or
-    change keys of known ones. "this" takes its rates from `calibration`, and so does "cpu" where a CPU was
-    calibrated. ConfigError, in one line, for what cannot be read or is not known.
+    change keys of known ones. "this" takes its rates from `calibration`. ConfigError, in one line, for what
+    cannot be read or is not known.
     """
     tables = all_machines(files)
     machine, devices = split_name(name, [*tables, THIS])
-    if machine == THIS or (machine == "cpu" and calibration.exists()):
+    if machine == THIS:
         measured = load_calibration(calibration)
-        if machine == THIS or measured.device_type == "cpu":
-            like = machine_known_as(measured.device_name, files)
-            if not like:
-                fix = f'add one with known_as = ["{measured.device_name}"] in a file given with --clusters'
-                raise ConfigError(f"cluster {THIS!r}: no machine is a {measured.device_name!r}; {fix}")
-            cluster = calibrated(build_cluster(like, tables[like]), measured, devices)
-            return dataclasses.replace(cluster, name=machine)
+        like = machine_known_as(measured.device_name, files)
+        if not like:
+            fix = f'add one with known_as = ["{measured.device_name}"] in a file given with --clusters'
+            raise ConfigError(f"cluster {THIS!r}: no machine is a {measured.device_name!r}; {fix}")
+        cluster = calibrated(build_cluster(like, tables[like]), measured, devices)
+        return dataclasses.replace(cluster, name=THIS)
     cluster = build_cluster(machine, tables[machine])
     return cluster if devices is None else cluster.with_devices(devices)
 
@@ -70,11 +68,8 @@ def split_name(name: str, machines: list[str]) -> tuple[str, int | None]:
             if int(found[2]) > MOST_DEVICES:
                 raise ConfigError(f"cluster {name!r}: give at most {MOST_DEVICES:,} devices")
             return found[1], int(found[2])
-    near = difflib.get_close_matches(re.sub(r"x?\d*$", "", name.lower()), machines, 1)
-    meant = f"did you mean {near[0]!r}? " if near else ""
-    known = ", ".join(machines)
-    reason = f"no such machine; {meant}give one of {known} and how many devices, as in a100x64"
-    raise ConfigError(f"cluster {name!r}: {reason}")
+    hint = nearest(re.sub(r"x?\d*$", "", name.lower()), machines)
+    raise ConfigError(f"cluster {name!r}: no such machine; {hint} (its devices follow, as in a100x64)")
 
 
 def machine_known_as(device_name: str, files: Iterable[str | Path] = ()) -> str | None:
@@ -97,8 +92,8 @@ def all_machines(files: Iterable[str | Path] = ()) -> dict[str, Table]:
         for machine, table in read_machines(path).items():
             base = table.get("like", machine)
             if "like" in table and base not in tables:
-                known = ", ".join(tables)
-                raise ConfigError(f"{where}: {machine}.like = {base!r}: no such machine; one of {known}")
+                reason = f"no such machine; {nearest(base, tables)}"
+                raise ConfigError(f"{where}: {machine}.like = {base!r}: {reason}")
             tables[machine] = tables.get(base, {}) | table
             if missing := [key for key in KEYS if key not in tables[machine] and key not in OPTIONAL]:
                 fix = f"add {', '.join(missing)}, or like = the machine that has the same"
@@ -124,8 +119,7 @@ def read_machines(path: Path) -> dict[str, Table]:
 def what_is_wrong(key: str, value: Any) -> str:
     """Return "" if `value` is what `key` takes, or else what to do."""
     if key not in KEYS:
-        near = difflib.get_close_matches(key, KEYS, 1)
-        return f"no such key; did you mean {near[0]}?" if near else "no such key; remove it"
+        return f"no such key; {nearest(key, KEYS)}"
     takes = OTHERS.get(key)
     if takes is None:
         right = is_positive(value) or (key in MAY_BE_ZERO and value == 0)

@@ -1,6 +1,6 @@
 """A cluster as the planner sees it: devices, the links between them, and what they cost.
 
-All figures are in base units: bytes, seconds, FLOP/s, bytes/s, watts, dollars. Where devices are shared (the
+All figures are in base units: bytes, seconds, FLOP/s, bytes/s, dollars. Where devices are shared (the
 ranks on a CPU), a node's figures are divided among its ranks.
 """
 
@@ -31,7 +31,6 @@ class Device:
     hopper_forward: dict[int, float]  # those of kernels made for Hopper or later; empty: there are none
     hopper_backward: dict[int, float]
     bandwidth: float  # bytes/s, read and written, that elementwise kernels reach
-    watts: float  # drawn while training, with the device's part of its node
     float32_attention: float = 0.0  # over that in bf16; 0: as in matrix products
 
     def linear_seconds(self, rows: int, inputs: int, outputs: int, dtype: str, backward: bool) -> float:
@@ -73,12 +72,10 @@ class Device:
 
     def scaled(self, factor: float) -> "Device":
         """Memory and rates times `factor`. What a process or an operator costs stays what it was."""
-        changed: dict[str, Any] = {"memory": round(self.memory * factor)}
-        for name in ("peak", "matmul", "attention_forward", "attention_backward"):
-            changed[name] = {key: rate * factor for key, rate in getattr(self, name).items()}
-        for name in ("bandwidth", "watts"):
-            changed[name] = getattr(self, name) * factor
-        return dataclasses.replace(self, **changed)
+        tables = ("peak", "matmul", "attention_forward", "attention_backward")
+        rates = {name: {key: factor * rate for key, rate in getattr(self, name).items()} for name in tables}
+        memory, bandwidth = round(self.memory * factor), self.bandwidth * factor
+        return dataclasses.replace(self, memory=memory, bandwidth=bandwidth, **rates)
 
 
 @dataclass(frozen=True)
@@ -109,8 +106,6 @@ class Cluster:
     spot: float  # $ a device-hour
     spot_interruptions: float  # a node-hour, for spot nodes
     failures: float  # a node-hour, of every node
-    pue: float  # power of the whole centre over that of its computers
-    cores: float = 0  # of a node's processors; 0: not known
     shared: bool = False  # ranks of a node divide its cores and memory: fewer ranks, faster ones
     measured: Any = None  # the Calibration of this machine, in place of the device's rates
     anchor: Any = None  # the Anchor, a measured run that plans are scaled by (planning/known_runs.py)

@@ -16,7 +16,7 @@ class Memory:
     """Bytes of one rank; `moments` name what a step goes through, each with the components alive in it."""
 
     moments: dict[str, dict[str, float]]
-    host: dict[str, float]  # in the memory of the host, a rank
+    host: float  # of the host: what cpu_offload moves there, and its copy while a checkpoint is written
 
     @property
     def peak_moment(self) -> str:
@@ -119,7 +119,7 @@ def stage_memory(work: Workload, first: bool, last: bool) -> Memory:
         "messages of a pipeline": messages,
     }
     used = {name: {k: v for k, v in parts.items() if v} for name, parts in moments.items()}
-    return Memory(used, host_bytes(work, states))
+    return Memory(used, host_bytes(work))
 
 
 # -- what stays from step to step
@@ -151,17 +151,10 @@ def state_bytes(work: Workload, first: bool = True, last: bool = True) -> dict[s
     }
 
 
-def host_bytes(work: Workload, states: dict[str, float]) -> dict[str, float]:
-    """A checkpoint is copied to the host before it is written: one copy of parameters, moments, averages.
-    Batches wait there as they were read.
-    """
-    number = shard_parameters(work)
-    saved = (FLOAT32 + work.state_itemsize + FLOAT32 * work.ema) * number
-    return {
-        "checkpoint being written": saved * work.asynchronous,
-        "offloaded states": (FLOAT32 * number + saved) * work.offload,
-        "batches read ahead": work.batches_ahead * batch_bytes(work),
-    }
+def host_bytes(work: Workload) -> float:
+    number = shard_parameters(work) * work.offload
+    saved = FLOAT32 + work.state_itemsize + FLOAT32 * work.ema
+    return (FLOAT32 + 2 * saved) * number
 
 
 # -- parameters in use

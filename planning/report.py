@@ -25,8 +25,6 @@ from planning.workload import Workload, changed_settings
 # Stored bytes over decoded ones: float32, blosc lz4 5 with byte shuffle, WeatherBench2's codec. Measured on
 # ERA5's t, q, u and v over Europe: 0.59, 0.71, 0.76, 0.80.
 COMPRESSION = 0.72
-DECODE_RATE = 2.6e9  # decoded bytes/s a core, lz4, measured on a Xeon straight into a batch
-TRAINING_CORES = 2  # of a device, which decode nothing: the main thread and its backward pass
 SETTINGS = 2  # that are suggested
 
 
@@ -91,16 +89,13 @@ def checkpointing(work: Workload) -> str:
 
 def next_to_try(made: Plan, cluster: Cluster, config: Config, searched: bool) -> list[str]:
     """Return the settings that shorten a step most. searched: --layout auto was."""
-    found: dict[str, str] = {}  # one value of each key
-    for name, change in speedups(made, cluster):
-        gain = change.time.total / made.time.total - 1
-        text = name if searched else change_text(name, change.work, config)
-        after = f"{change.time.total:.3f} s a step ({gain:+.1%}), {change.memory.peak / GIB:.2f} GiB"
-        found.setdefault(name.split(" = ")[0], f"next     {text}: {after}")
     more = "more devices would" if searched else "try --layout auto, or more devices"
-    return list(found.values())[:SETTINGS] or [
-        f"next     no single setting makes it {SIMPLICITY:.0%} faster; {more}"
-    ]
+    lines = []
+    for changed in speedups(made, cluster)[:SETTINGS]:
+        gain = changed.time.total / made.time.total - 1
+        after = f"{changed.time.total:.3f} s a step ({gain:+.1%}), {changed.memory.peak / GIB:.2f} GiB"
+        lines.append(f"next     {change_text(changed, cluster, config)}: {after}")
+    return lines or [f"next     no single setting makes it {SIMPLICITY:.0%} faster; {more}"]
 
 
 def changes_needed(made: Plan, cluster: Cluster, config: Config, searched: bool) -> list[str]:
@@ -108,11 +103,10 @@ def changes_needed(made: Plan, cluster: Cluster, config: Config, searched: bool)
     lack, room = (made.memory.peak - capacity(cluster)) / GIB, capacity(cluster) / GIB
     what = f"{lack:.2f} GiB a device are" if lack > 0 else "memory of the host is"
     rows = [f"next     {what} missing; the cheapest changes with which it fits:"]
-    for name, changed in changes_that_fit(made.work, cluster):
+    for changed in changes_that_fit(made.work, cluster):
         cost = changed.device_seconds / made.device_seconds - 1
-        text = change_text(name, changed.work, config)
         after = f"{changed.memory.peak / GIB:.2f} of {room:.2f} GiB, {cost:+.1%} device time a step"
-        rows.append(f"  {text}: {after}")
+        rows.append(f"  {change_text(changed, cluster, config)}: {after}")
     none = "no layout has room for it" if searched else "try --layout auto"
     return rows if len(rows) > 1 else [*rows, f"  none of one or two settings; {none}"]
 
@@ -148,16 +142,10 @@ def time_table(work: Workload, time: StepTime, cluster: Cluster) -> str:
 
 
 def data_line(read_bytes: float, cluster: Cluster) -> str:
-    """Return what network and cores must deliver, next to what there is. read_bytes: decoded, a second."""
+    """Return what the storage must deliver, next to what it can. read_bytes: decoded, a second."""
     stored = COMPRESSION * read_bytes / cluster.nodes
     text = f"data to be read: {stored / 1e9:,.2f} GB/s a node, of {cluster.storage / 1e9:,.2f}"
-    too_slow = stored > cluster.storage
-    if cluster.cores and not cluster.shared:
-        needed = read_bytes / DECODE_RATE / cluster.devices
-        available = cluster.cores / cluster.devices_per_node - TRAINING_CORES
-        text += f"; {needed:,.2f} cores decode for a device, of {available:,.2f}"
-        too_slow |= needed > available
-    return text + (": TOO SLOW, steps wait for their data" if too_slow else "")
+    return text + (": TOO SLOW, steps wait for their data" if stored > cluster.storage else "")
 
 
 def read_rate(work: Workload, samples_per_second: float) -> float:
@@ -196,9 +184,7 @@ def as_json(plan: Plan, cluster: Cluster, cost: CostRange, read_bytes: float) ->
         "rollout_steps": work.rollout_steps,
         "model_flops_per_sample": work.sample_flops,
         "memory": {"peak": plan.memory.peak, "moment": plan.memory.peak_moment, **plan.memory.components},
-        "host_memory": plan.memory.host,
         "capacity": capacity(cluster),
-        "host_capacity": cluster.host_memory,
         "fits": fits(plan, cluster),
         "step_seconds": time.total,
         "step_seconds_band": band.around(time.total) if band else None,

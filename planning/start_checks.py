@@ -132,20 +132,18 @@ def check_memory(config: Config, num_variables: int, grid: Grid) -> None:
     memory = host_memory() + sum(torch.cuda.get_device_properties(gpu).total_memory for gpu in gpus)
     hosts = max(num_ranks() // local_ranks()[1], 1)
     model = build_model(config.model, num_variables, 0, grid.shape, grid.periodic)
-    key = "dim" if isinstance(model, TokenModel) else "width"
-    numbers = sum(parameter.numel() for parameter in model.parameters())
-    what = ("the parameters", 4 * numbers // hosts, memory)
-    _check_bytes(f"model.{key}", getattr(config.model, key), *what)
+    width = "dim" if isinstance(model, TokenModel) else "width"
+    parameters = 4 * sum(parameter.numel() for parameter in model.parameters()) // hosts
     batch = config.training.local_batch_size
     states = config.data.history + max(config.training.rollout_steps)  # inputs and targets
     fields = states * 4 * batch * num_variables * math.prod(grid.shape)
-    _check_bytes("training.local_batch_size", batch, "so many samples", fields, memory)
-
-
-def _check_bytes(key: str, value: int, what: str, needed: int, memory: int) -> None:
-    if needed > memory:
-        reason = f"{what} are {needed / 2**30:,.0f} GiB, and this machine has {memory / 2**30:,.0f}"
-        refuse(key, value, f"{reason}; take less, or more ranks on more machines")
+    for key, value, what, needed in (
+        (f"model.{width}", getattr(config.model, width), "the parameters", parameters),
+        ("training.local_batch_size", batch, "so many samples", fields),
+    ):
+        if needed > memory:
+            reason = f"{what} are {needed / GIB:,.0f} GiB, and this machine has {memory / GIB:,.0f}"
+            refuse(key, value, f"{reason}; take less, or more ranks on more machines")
 
 
 def check_model(config: Config, grid: Grid) -> None:

@@ -7,7 +7,6 @@ from typing import Any
 
 from config import Config, Optimizer
 from datasets.channels import Channels
-from datasets.options import PREFETCH
 from errors import ConfigError
 from models.registry import MODELS, registered
 from parallelisms.degrees import Degrees, num_stages, resolve_degrees
@@ -49,9 +48,7 @@ class Workload:
     rollout_steps: int = 1  # steps of the model, each from the last one's output: of the longest rollout
     members: int = 1  # states that a sample becomes for the model, those of an ensemble
     gradient_steps: int = 1  # of these, the last ones, that have a backward pass
-    asynchronous: bool = True  # checkpoints
-    batches_ahead: int = 0  # micro-batches that a loader has in the host's memory
-    copies_ahead: int = 0  # of these that are on their way to the device, or there already
+    copies_ahead: int = 0  # batches of the loader on their way to the device, or there already
 
     @property
     def itemsize(self) -> int:
@@ -103,7 +100,7 @@ class Workload:
     @property
     def sample_flops(self) -> float:
         """Model FLOPs of a sample, forward and backward, in all steps of its rollout."""
-        return self.members * (self.rollout_steps + 2 * self.gradient_steps) * self.model.flops()
+        return self.members * (self.rollout_steps + 2 * self.gradient_steps) * self.model.flops
 
     def rolled_out(self, length: int, gradient_steps: int) -> "Workload":
         """Over `length` steps of the model, the last of which have gradients."""
@@ -210,8 +207,6 @@ def workload_of(config: Config, world: int, grid_shape: tuple[int, int], num_var
         members=training.members,
         rollout_steps=rollouts.longest,
         gradient_steps=rollouts.with_gradients(rollouts.longest),
-        asynchronous=config.checkpoint.async_mode != "disabled",
-        batches_ahead=PREFETCH + 1 if config.data.num_workers else 1,
     )
 
 

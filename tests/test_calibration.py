@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from planning import calibration as module
+from planning.architecture import vit_architecture
 from planning.calibration import (
-    BlockShape,
     Calibration,
     Timing,
     calibrate,
@@ -27,7 +27,7 @@ from planning.calibration import (
 from planning.clusters import load_cluster
 
 CPU = torch.device("cpu")
-TINY = [BlockShape(batch=2, tokens=32, dim=64, heads=4, mlp_dim=128)]
+TINY = [(2, vit_architecture((32, 1), (1, 1), 1, 1, 64, 1, 4, mlp_dim=128))]
 ELEMENTWISE = {"copy", "cast", "add", "sum", "gelu", "gelu_backward", "layer_norm", "layer_norm_backward"}
 
 
@@ -121,12 +121,12 @@ def test_a_gpu_s_calibration_can_be_read_elsewhere(tmp_path: Path) -> None:
 
 def test_a_calibrated_cpu() -> None:
     """Four cores and two threads a rank: two ranks have the measured rates, one has twice them."""
-    cluster = calibrated(load_cluster("cpu", calibration=Path("none")), MADE)
+    cluster = calibrated(load_cluster("cpu"), MADE)
     device = cluster.device
     assert (cluster.devices, cluster.devices_per_node, device.memory) == (2, 4, 4_000_000_000)
     assert device.peak == {"fp32": pytest.approx(400e9), "bf16": pytest.approx(1e12)}
     assert cluster.rates == MADE
-    one = calibrated(load_cluster("cpu", calibration=Path("none")), MADE, devices=1)
+    one = calibrated(load_cluster("cpu"), MADE, devices=1)
     assert one.device.memory == 2 * device.memory and one.device.peak["bf16"] == 2 * device.peak["bf16"]
 
 
