@@ -8,7 +8,7 @@
 --layout auto         search all layouts, modes of checkpointing and micro-batches; print the ten best
 --anchor RUN          the folder of a run on this kind of machine: times of layouts of its kind are scaled by
                       its measured steps
---calibrate           measure this machine for the configuration's shapes, into outputs/calibration.json
+--calibrate           measure steps of the configuration on this machine, for --anchor outputs/calibration
 --dry_run --world_size N   build the layout on N fake ranks and run one step without memory
 --json                print one JSON object instead of tables
 
@@ -45,7 +45,7 @@ from typing import TYPE_CHECKING
 from config import Config
 from errors import ConfigError, one_line_errors, refuse
 from parallelisms.degrees import resolve_degrees
-from planning.clusters import CALIBRATION, load_cluster
+from planning.clusters import load_cluster
 from planning.cost import cost_range, rollout_stages
 from planning.hardware import Cluster
 from planning.known_runs import Anchor, layout_kind, run_record
@@ -173,24 +173,12 @@ def layout_blocks(plans: list[Plan], cluster: Cluster, config: Config) -> list[s
 
 
 def calibrate_machine(config: Config) -> None:
-    """Measure rates of this machine for the shapes of `config`; plan.py --cluster this uses them."""
-    import torch
+    """Measure steps of `config` on this machine; plan.py --anchor takes the folder."""
+    from planning.calibration import CALIBRATION, calibrate  # here: they take torch's seconds
 
-    from planning.calibration import calibrate, save_calibration
-    from training.process_settings import retain_memory
-
-    ranks = int(os.environ.get("NGPU", "1"))
-    model = job(config, 1).model
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    batch = config.training.local_batch_size * config.training.members
-    retain_memory(device)  # as train.py does
-    threads = max(torch.get_num_threads() // ranks, 1)
-    started = time.perf_counter()
-    backend = config.model.attention_backend.replace("auto", "sdpa")
-    measured = calibrate([(batch, model)], [backend], device, threads)
-    save_calibration(measured, CALIBRATION)
-    used = f"{measured.processor}, {threads} threads, {len(measured.timings)} operations"
-    print(f"{CALIBRATION}: {used} in {time.perf_counter() - started:.0f} s; use it with --cluster this")
+    calibrate(config, grid_of(config), num_variables(config), CALIBRATION)
+    _, seconds = run_record(CALIBRATION)
+    print(f"{CALIBRATION}: {seconds:,.4f} s a step, of one micro-batch; use it with --anchor {CALIBRATION}")
 
 
 def dry_run_table(config: Config, world_size: int) -> None:

@@ -14,8 +14,9 @@ from typing import Any, NamedTuple
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from command_line import text_table
+from config import Model
 from parallelisms.degrees import Degrees
-from planning.architecture import Architecture, vit_architecture
+from planning.architecture import Architecture, architecture_of
 from planning.clusters import load_cluster
 from planning.constants import FLOAT32
 from planning.cost import HOUR, Fleet
@@ -41,7 +42,7 @@ class Figure(NamedTuple):
 
 
 def study_model(patch: tuple[int, int], grid: tuple[int, int] = GRID) -> Architecture:
-    return vit_architecture(grid, patch, CHANNELS, CHANNELS, 1536, 48, 24)
+    return architecture_of(Model("vit", patch, 1536, 48, 24), grid, CHANNELS, CHANNELS)
 
 
 def study(local_batch: int, degrees: Degrees | None = None, **changes: object) -> Workload:
@@ -53,7 +54,7 @@ def study(local_batch: int, degrees: Degrees | None = None, **changes: object) -
 
 
 def tutorial_model(dim: int, grid: tuple[int, int] = (360, 720)) -> Architecture:
-    return vit_architecture(grid, (8, 8), 20, 20, dim, 12, 8, qkv_bias=False)
+    return architecture_of(Model("vit", (8, 8), dim, 12, 8, qkv_bias=False), grid, 20, 20)
 
 
 def activations(found: Memory) -> float:

@@ -6,7 +6,6 @@ Shapes: T tokens of a sample, D width, M hidden width of the MLP.
 import math
 import statistics
 from dataclasses import dataclass, field
-from typing import Any
 
 from config import Model
 from models.registry import build_model
@@ -117,18 +116,3 @@ def architecture_of(
         window_tokens=tuple(map(math.prod, windows)),
         copied_fraction=statistics.mean([columns < built.token_shape[1] for _, columns in windows] or [0]),
     )
-
-
-def vit_architecture(
-    grid_shape: tuple[int, int],
-    patch_size: tuple[int, int],
-    in_channels: int,
-    out_channels: int,
-    dim: int,
-    layers: int,
-    heads: int,
-    **options: Any,
-) -> Architecture:
-    """Return the shapes of a ViT that no configuration has. options: other keys of [model]."""
-    model = Model("vit", patch_size, dim, layers, heads, **options)
-    return architecture_of(model, grid_shape, in_channels, out_channels)

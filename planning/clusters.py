@@ -1,4 +1,4 @@
-"""Machines that runs can be planned for: planning/clusters.toml, a user's own files, a calibration."""
+"""Machines that runs can be planned for: planning/clusters.toml, and a user's own files."""
 
 import dataclasses
 import re
@@ -7,15 +7,11 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from config import in_project
 from errors import ConfigError, nearest
-from planning.calibration import calibrated, load_calibration
 from planning.hardware import Cluster, Device, Link
 
 MACHINES = Path(__file__).with_name("clusters.toml")
 MOST_DEVICES = 1_000_000
-CALIBRATION = Path(in_project("outputs/calibration.json"))
-THIS = "this"  # the machine that was calibrated
 Table = dict[str, Any]  # one machine of a TOML file
 LINK = ("latency", "bandwidth")
 # Keys of a machine that are no numbers -> a type, or the keys that a table of numbers needs.
@@ -31,29 +27,20 @@ OTHERS |= {f"{kind}_{way}": () for kind in ("attention", "hopper") for way in ("
 TABLE_KEYS = (*LINK, "bf16", "fp32", "fp8", "32", "48", "64", "80", "96", "128", "256")
 DEVICE_KEYS = [field.name for field in dataclasses.fields(Device) if field.name != "name"]
 CLUSTER_KEYS = [field.name for field in dataclasses.fields(Cluster)]
-NO_KEYS = ("name", "device", "devices", "measured", "anchor")
+NO_KEYS = ("name", "device", "devices", "anchor")
 KEYS = ["like", "known_as", *DEVICE_KEYS, *(key for key in CLUSTER_KEYS if key not in NO_KEYS)]
 OPTIONAL = ("like", "known_as", "shared", "float32_attention", "hopper_forward", "hopper_backward")
 MAY_BE_ZERO = ("reserved", "on_demand", "spot", "spot_interruptions", "failures")
 
 
-def load_cluster(name: str, files: Iterable[str | Path] = (), calibration: Path = CALIBRATION) -> Cluster:
+def load_cluster(name: str, files: Iterable[str | Path] = ()) -> Cluster:
     """The cluster `name`: a machine and how many of its devices ("a100x64", "a100-40x16", "cpu2").
 
     A machine's name alone is one node of it. `files` are TOML files of the user's, which add machines or
-    change keys of known ones. "this" takes its rates from `calibration`. ConfigError, in one line, for what
-    cannot be read or is not known.
+    change keys of known ones. ConfigError, in one line, for what cannot be read or is not known.
     """
     tables = all_machines(files)
-    machine, devices = split_name(name, [*tables, THIS])
-    if machine == THIS:
-        measured = load_calibration(calibration)
-        like = machine_known_as(measured.device_name, files)
-        if not like:
-            fix = f'add one with known_as = ["{measured.device_name}"] in a file given with --clusters'
-            raise ConfigError(f"cluster {THIS!r}: no machine is a {measured.device_name!r}; {fix}")
-        cluster = calibrated(build_cluster(like, tables[like]), measured, devices)
-        return dataclasses.replace(cluster, name=THIS)
+    machine, devices = split_name(name, list(tables))
     cluster = build_cluster(machine, tables[machine])
     return cluster if devices is None else cluster.with_devices(devices)
 

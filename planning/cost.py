@@ -94,7 +94,6 @@ class CostRange:
 
     planned: dict[str, Cost]
     ends: list[dict[str, Cost]]  # empty: no run of its kind is known
-    dollars_an_hour: dict[str, float]
     steps: int
 
     def between(self, fleet: str, name: str, unit: float = 1, digits: int = 0) -> str:
@@ -134,8 +133,7 @@ def cost_range(config: Config, plan: Plan, cluster: Cluster) -> CostRange:
 
     band = band_of(work, cluster)
     ends = [costs(band.fastest), costs(band.slowest)] if band else []
-    prices = {name: fleet.dollars_an_hour for name, fleet in every.items()}
-    return CostRange(costs(1.0), ends, prices, config.training.steps)
+    return CostRange(costs(1.0), ends, config.training.steps)
 
 
 def rollout_stages(config: Config, plan: Plan, cluster: Cluster) -> list[tuple[int, Workload, StepTime]]:

@@ -67,7 +67,8 @@ class Device:
             rate *= self.float32_attention or self.matmul["fp32"] / self.matmul["bf16"]
         return (8 if backward else 4) * batch * heads * tokens**2 * head_dim / rate
 
-    def elementwise_seconds(self, size: float, dtype: str = "float32", operation: str = "copy") -> float:
+    def elementwise_seconds(self, size: float, operation: str = "copy") -> float:
+        """Seconds to read and write `size` bytes in all, whatever the operation."""
         return size / self.bandwidth
 
     def scaled(self, factor: float) -> "Device":
@@ -107,13 +108,7 @@ class Cluster:
     spot_interruptions: float  # a node-hour, for spot nodes
     failures: float  # a node-hour, of every node
     shared: bool = False  # ranks of a node divide its cores and memory: fewer ranks, faster ones
-    measured: Any = None  # the Calibration of this machine, in place of the device's rates
     anchor: Any = None  # the Anchor, a measured run that plans are scaled by (planning/known_runs.py)
-
-    @property
-    def rates(self) -> Any:
-        """Seconds of operations: a Device, or a Calibration."""
-        return self.measured or self.device
 
     @property
     def nodes(self) -> int:

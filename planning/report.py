@@ -172,7 +172,6 @@ def as_json(plan: Plan, cluster: Cluster, cost: CostRange, read_bytes: float) ->
     return {
         "cluster": cluster.name,
         "devices": cluster.devices,
-        "nodes": cluster.nodes,
         "degrees": vars(work.degrees),
         "local_batch_size": work.local_batch,
         "micro_batch_size": work.micro_batch,
@@ -180,8 +179,6 @@ def as_json(plan: Plan, cluster: Cluster, cost: CostRange, read_bytes: float) ->
         "accumulation": work.accumulation,
         "activation_checkpoint": work.ac_mode,
         "parameters": work.model.parameters,
-        "history": work.history,
-        "rollout_steps": work.rollout_steps,
         "model_flops_per_sample": work.sample_flops,
         "memory": {"peak": plan.memory.peak, "moment": plan.memory.peak_moment, **plan.memory.components},
         "capacity": capacity(cluster),

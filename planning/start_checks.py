@@ -89,20 +89,16 @@ def check_devices() -> bool:
 
 def check_schedule(config: Config) -> None:
     """Refuse schedules of a pipeline that an older torch has, and cannot run."""
-    key, schedule = "pipeline_parallel_schedule", config.parallelism.pipeline_parallel_schedule
-    release = torch_release()
-    if config.parallelism.pipeline_parallel_degree == 1 or schedule not in SPLIT_BACKWARD:
+    parallelism, key = config.parallelism, "parallelism.pipeline_parallel_schedule"
+    schedule = parallelism.pipeline_parallel_schedule
+    if parallelism.pipeline_parallel_degree == 1 or schedule not in SPLIT_BACKWARD:
         return
+    release = tuple(map(int, torch.__version__.split(".")[:2]))
+    fix = f'inside torch {torch.__version__}; install torch 2.13, or use "Interleaved1F1B"'
     if schedule == "ZBVZeroBubble" and release < (2, 12):
-        reason = f'fails inside torch {torch.__version__}; install torch 2.13, or use "Interleaved1F1B"'
-        refuse(f"parallelism.{key}", schedule, reason)
+        refuse(key, schedule, f"fails {fix}")
     if config.compile.enable and release < (2, 13):
-        reason = f"with compile.enable it fails inside torch {torch.__version__}; set that to false"
-        refuse(f"parallelism.{key}", schedule, f'{reason}, install torch 2.13, or use "Interleaved1F1B"')
-
-
-def torch_release() -> tuple[int, ...]:
-    return tuple(int(part) for part in torch.__version__.split(".")[:2])
+        refuse(key, schedule, f"with compile.enable it fails {fix}, or set that to false")
 
 
 def local_ranks() -> tuple[str, int]:

@@ -62,16 +62,6 @@ def test_the_options_of_a_layout_replace_what_the_configuration_has():
     assert again == best.work.replace(**same) and best.work.degrees.pp == 1
 
 
-def test_nodes_and_storage_are_printed():
-    """64 GPUs in nodes of 8, 5 GB/s each; two states of 17 x 1024 x 2048 float32 a sample."""
-    made, text = figures(), plan("--cluster", "a100x64")
-    assert made["nodes"] == 8 and "64 x a100 in 8 nodes" in text
-    assert made["storage_bytes_per_second"] == 8 * 5e9
-    per_sample = 2 * 17 * 1024 * 2048 * 4
-    assert made["read_bytes_per_second"] == pytest.approx(made["samples_per_second"] * per_sample)
-    assert re.search(r"data to be read: [\d.]+ GB/s a node, of 5\.00$", text)
-
-
 @pytest.mark.parametrize(
     "options",
     [
@@ -106,14 +96,20 @@ def test_advice_keeps_the_global_batch():
 
 
 def test_days_and_dollars_are_ranges_of_known_runs():
-    """From the fastest to the slowest, and for a machine of which no run is known, as planned."""
+    """From the fastest to the slowest, and for a machine of which no run is known, as planned; and what 8
+    nodes read, with 5 GB/s each.
+    """
     made, text = figures(), plan("--cluster", "a100x64")
+    assert "64 x a100 in 8 nodes" in text and made["storage_bytes_per_second"] == 8 * 5e9
+    per_sample = 2 * 17 * 1024 * 2048 * 4  # two states in float32
+    assert made["read_bytes_per_second"] == pytest.approx(made["samples_per_second"] * per_sample)
+    assert re.search(r"data to be read: [\d.]+ GB/s a node, of 5\.00$", text)
     planned, ends = made["cost"]["fleets"]["on demand"], made["cost_band"]
     low, high = (end["fleets"]["on demand"] for end in ends)
     band, step = made["step_seconds_band"], made["step_seconds"]
     assert low["hours"] / planned["hours"] == pytest.approx(band[0] / step, rel=0.02)
     assert high["hours"] / planned["hours"] == pytest.approx(band[1] / step, rel=0.05)  # and more is lost
-    assert made["steps"] == 5697 and made["dollars_an_hour"]["on demand"] == 224.0
+    assert made["steps"] == 5697 and planned["dollars"] == pytest.approx(224 * planned["hours"])
     assert f"{low['hours'] / 24:,.2f} to {high['hours'] / 24:,.2f} days for 5,697 steps" in text
     assert f"dollars  on demand: {low['dollars']:,.0f} to {high['dollars']:,.0f}; 1 on demand" in text
     assert re.search(r"^time +[\d.]+ hours for", plan("--cluster", "cpu2", config="demo"), re.MULTILINE)
@@ -139,7 +135,8 @@ def test_an_anchor_scales_layouts_of_its_kind(tmp_path):
     assert "status.json" in plan("--cluster", "a100x64", "--anchor", str(tmp_path), code=2)
 
 
-def test_help_fits_a_screen_before_the_keys():
+def test_help_fits_a_screen_and_a_cluster_has_to_be_named():
+    assert "--cluster a100x64" in plan(code=2) and "no such machine" in plan("--cluster", "a10x64", code=2)
     done = run_plan("--help")
     assert done.returncode == 0 and done.stdout.splitlines().index("[job]") <= 40
 
