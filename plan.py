@@ -43,25 +43,24 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from config import Config
+from datasets.options import COPIES_AHEAD
 from errors import ConfigError, one_line_errors, refuse
 from parallelisms.degrees import resolve_degrees
-from planning.clusters import load_cluster
+from planning.clusters import Cluster, load_cluster
 from planning.cost import cost_range, rollout_stages
-from planning.hardware import Cluster
 from planning.known_runs import Anchor, layout_kind, run_record
 from planning.report import (
     answer,
     as_json,
     data_line,
-    layout_options,
     layouts_table,
     memory_table,
     read_rate,
     time_table,
 )
-from planning.search import Plan, best_layouts, check_device, divisors, fits, plan
+from planning.search import Plan, best_layouts, check_device, divisors, fits, layout_options, plan
 from planning.step_time import step_time
-from planning.workload import COPIES_AHEAD, Workload, workload_of
+from planning.workload import Workload, workload_of
 from training.config_checks import check
 
 if TYPE_CHECKING:
@@ -76,6 +75,7 @@ def main() -> None:
         check_options(options)
         cluster = load_cluster(options.cluster, options.clusters) if options.cluster else None
         world = cluster.devices if cluster else options.world_size
+        world = 1 if options.calibrate else world
         os.environ["WORLD_SIZE"] = str(world)  # what the degrees are checked against
         config = start(rest, __doc__, check if options.layout != "auto" else None)
         if options.dry_run:
@@ -168,7 +168,7 @@ def layout_blocks(plans: list[Plan], cluster: Cluster, config: Config) -> list[s
     """config: as the user has written it, which the options of a layout replace."""
     if not plans:
         return []
-    command = f"to train so: {layout_options(plans[0].work, config)}"
+    command = f"to train so: {layout_options(plans[0].work, config, cluster.devices)}"
     return [f"{layouts_table(plans, cluster)}\n{command}"]
 
 

@@ -17,10 +17,9 @@ from command_line import text_table
 from config import Model
 from parallelisms.degrees import Degrees
 from planning.architecture import Architecture, architecture_of
-from planning.clusters import load_cluster
+from planning.clusters import Link, load_cluster
 from planning.constants import FLOAT32
 from planning.cost import HOUR, Fleet
-from planning.hardware import Link
 from planning.memory import Memory, memory, scores_bytes
 from planning.network import ring_all_reduce
 from planning.search import capacity, plan

@@ -23,10 +23,9 @@ from benchmarks.results_file import record
 from config import Model
 from parallelisms.degrees import Degrees
 from planning.architecture import ROW, Architecture, Shapes, architecture_of, cut, padded
-from planning.clusters import load_cluster
+from planning.clusters import Cluster, Device, load_cluster
 from planning.constants import FLOAT8_BANDWIDTH, FLOAT8_CAST, FLOAT8_TRANSPOSE, GIB, PASSES
-from planning.hardware import Cluster, Device
-from planning.known_runs import ANCHORED, BANDS, KINDS, Band, layout_kind
+from planning.known_runs import ANCHORED, BANDS, Band, layout_kind
 from planning.memory import memory, unit_bytes
 from planning.network import route, seconds
 from planning.step_time import linear_seconds, spread, step_time
@@ -83,6 +82,7 @@ def language_model(
 
 RUNS = Path(__file__).with_name("published_runs.toml")
 MACHINES = RUNS.with_name("published_machines.toml")
+KINDS = ("data parallel", "tensor parallel", "context parallel", "pipeline")
 GROUPS = ("seen", "term", "held out")
 LISTS = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
 PYTORCH, VIT = ", PyTorch", "vision transformer"  # Rossby's plans are judged by the first, of their layout

@@ -8,12 +8,12 @@ what no checkpoint has. Times are in seconds unless a name has hours; money is i
 import json
 import math
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 from config import Checkpoint, Config
+from planning.clusters import Cluster
 from planning.constants import FLOAT32
-from planning.hardware import Cluster
 from planning.known_runs import band_of
 from planning.search import Plan
 from planning.step_time import StepTime, step_time
@@ -74,18 +74,13 @@ def expected_time(work: float, interval: float, rate: float, restart: float = RE
 # -- cost
 
 
-@dataclass(frozen=True)
-class Cost:
-    """Expected cost of one run on one fleet."""
-
-    hours: float
-    dollars: float
+Cost = dict[str, float]  # hours and dollars of one run on one fleet
 
 
 def run_cost(stages: Sequence[tuple[float, float]], fleet: Fleet) -> Cost:
-    """Cost of stages of a run, each with seconds of steps and the seconds between two saves."""
+    """Expected cost of stages of a run, each with seconds of steps and the seconds between two saves."""
     hours = sum(expected_time(seconds, interval, fleet.rate) for seconds, interval in stages) / HOUR
-    return Cost(hours, hours * fleet.dollars_an_hour)
+    return {"hours": hours, "dollars": hours * fleet.dollars_an_hour}
 
 
 @dataclass(frozen=True)
@@ -98,14 +93,13 @@ class CostRange:
 
     def between(self, fleet: str, name: str, unit: float = 1, digits: int = 0) -> str:
         """Return a figure of a run's cost as text, from the fastest to the slowest."""
-        values = [getattr(costs[fleet], name) / unit for costs in self.ends or [self.planned]]
+        values = [costs[fleet][name] / unit for costs in self.ends or [self.planned]]
         return " to ".join(dict.fromkeys(f"{value:,.{digits}f}" for value in values))
 
     def as_json(self) -> dict[str, Any]:
         """JSON has no infinity: null."""
-        values = asdict(self)
-        planned, ends = values.pop("planned"), [{"fleets": costs} for costs in values.pop("ends")]
-        values |= {"cost": {"fleets": planned}, "cost_band": ends or None}
+        bands = [{"fleets": costs} for costs in self.ends]
+        values = {"steps": self.steps, "cost": {"fleets": self.planned}, "cost_band": bands or None}
         return json.loads(json.dumps(values), parse_constant=lambda infinity: None)
 
 

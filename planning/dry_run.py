@@ -74,10 +74,9 @@ def mib(size: int) -> str:
 
 def dry_run(config: Config, world_size: int, grid: Grid, num_variables: int) -> DryRun:
     """One step of `config` on `world_size` ranks, as written: the compiler knows no tracker of memory."""
-    parallelism = config.parallelism
-    if parallelism.pipeline_parallel_degree > 1:
+    if (degree := config.parallelism.pipeline_parallel_degree) > 1:
         reason = "a dry run has no pipeline; leave out --dry_run, and closed forms plan it"
-        refuse("parallelism.pipeline_parallel_degree", parallelism.pipeline_parallel_degree, reason)
+        refuse("parallelism.pipeline_parallel_degree", degree, reason)
     # "auto" is not a CPU's choice here, "math" for few tokens.
     backend = config.model.attention_backend.replace("auto", "sdpa")
     config = replace(config, model=replace(config.model, attention_backend=backend))

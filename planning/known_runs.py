@@ -13,11 +13,10 @@ from functools import cache
 from pathlib import Path
 
 from errors import ConfigError
-from planning.hardware import Cluster
+from planning.clusters import Cluster
 from planning.workload import Workload
 
 BANDS = Path(__file__).with_name("error_bands.toml")
-KINDS = ("data parallel", "tensor parallel", "context parallel", "pipeline")
 ANCHORED = "anchored, "  # before a kind of layout: planned with a measured run of the same kind and machine
 
 
@@ -42,11 +41,8 @@ class Anchor:
         return self.measured / self.planned if layout_kind(work) == self.kind else 1.0
 
     def line(self) -> str:
-        seconds = f"{self.measured:,.3f} s a step measured, {self.planned:,.3f} planned"
-        times = (
-            f"times of {self.kind} layouts are multiplied by {self.measured / self.planned:.3f}, no others"
-        )
-        return f"anchor {self.name}: {seconds}; {times}"
+        times = f"{self.measured:,.3f} s a step measured, {self.planned:,.3f} planned"
+        return f"anchor {self.name}: {times}; {self.kind} layouts x {self.measured / self.planned:.3f}"
 
 
 def run_record(folder: Path) -> tuple[int, float]:

@@ -60,7 +60,7 @@ def stage_memory(work: Workload, first: bool, last: bool) -> Memory:
     step = {
         **always,
         "fields": field_bytes(work, last),
-        "buckets of DDP": states["gradients"] * uses_ddp(work),
+        "buckets of DDP": states["gradients"] * work.uses_ddp,
         "gradients of a pipeline": pipeline,
         # Where a rank has two stages, torch keeps what it sends to the end of the step.
         "messages of a pipeline": messages * work.stages_of_rank,
@@ -70,7 +70,7 @@ def stage_memory(work: Workload, first: bool, last: bool) -> Memory:
     # Gradients appear in the last backward pass, or are there from earlier ones.
     fresh = (work.reductions if work.uses_fsdp else work.passes) == 1
     earlier = states["gradients"] * (not fresh)
-    own = states["gradients"] / number * (fresh and not uses_ddp(work) and not work.reduces_last)
+    own = states["gradients"] / number * (fresh and not work.uses_ddp and not work.reduces_last)
     loss = step | {
         "gradients": earlier,
         "gathered parameters": gathered_bytes(work, first, last, 1),
@@ -119,7 +119,8 @@ def stage_memory(work: Workload, first: bool, last: bool) -> Memory:
         "messages of a pipeline": messages,
     }
     used = {name: {k: v for k, v in parts.items() if v} for name, parts in moments.items()}
-    return Memory(used, host_bytes(work))
+    saved = FLOAT32 + work.state_itemsize + FLOAT32 * work.ema
+    return Memory(used, work.offload * (FLOAT32 + 2 * saved) * shard_parameters(work))
 
 
 # -- what stays from step to step
@@ -149,12 +150,6 @@ def state_bytes(work: Workload, first: bool = True, last: bool = True) -> dict[s
         "optimiser states": work.state_itemsize / FLOAT32 * number / owners,
         "averaged weights": number * work.ema,
     }
-
-
-def host_bytes(work: Workload) -> float:
-    number = shard_parameters(work) * work.offload
-    saved = FLOAT32 + work.state_itemsize + FLOAT32 * work.ema
-    return (FLOAT32 + 2 * saved) * number
 
 
 # -- parameters in use
@@ -192,14 +187,6 @@ def reduction_bytes(work: Workload) -> float:
     """
     block = padded(cut(work.model.block, work.degrees.tp), work.fsdp_ranks)
     return work.reduce_itemsize * block * (work.uses_fsdp and not work.reduces_last)
-
-
-def uses_ddp(work: Workload) -> bool:
-    """Return True if DDP reduces gradients, in buckets that it allocates once and for all.
-
-    Gradients of a single pass are parts of them; those of earlier ones are copied there in the last.
-    """
-    return work.degrees.dp_replicate > 1 and not work.uses_fsdp
 
 
 def pipeline_gradient_bytes(work: Workload, first: bool, last: bool) -> float:

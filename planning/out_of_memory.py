@@ -13,7 +13,7 @@ import torch
 
 from config import Config
 from datasets.selection import Selection
-from errors import RunFailed, UserError
+from errors import RunFailed
 from jobs.heartbeat import activity
 from jobs.log_setup import start_logging
 from jobs.watchdog import Watchdog
@@ -69,13 +69,9 @@ def planned(config: Config, selection: Selection | None) -> str:
     """Return the plan of this run here as text: the peak, its components, the cheapest changes."""
     if selection is None:
         return "the data were being opened"
-    measure = "plan.py --dry_run measures what each layout takes"
-    try:
-        found = plan_here(config, selection, int(os.environ.get("WORLD_SIZE", "1")))
-    except UserError as error:
-        return f"nothing is planned ({error}): {measure}"
+    found = plan_here(config, selection, int(os.environ.get("WORLD_SIZE", "1")))
     if found is None:
-        return f"this model or GPU is not planned: {measure}"
+        return "this model or GPU is not planned: plan.py --dry_run measures what each layout takes"
     made, cluster = found
     less = min(cluster.device.memory, round(TARGET * made.memory.peak) + cluster.device.reserved)
     room = replace(cluster, device=replace(cluster.device, memory=less))

@@ -1,31 +1,29 @@
 """Text and JSON of plan.py: the answer on one screen, then its terms, then the rest."""
 
-import json
 from typing import Any
 
 from command_line import text_table
 from config import Config
+from planning.clusters import Cluster
 from planning.constants import FLOAT32, GIB
 from planning.cost import CostRange
-from planning.hardware import Cluster
 from planning.known_runs import band_line, band_of, kind_of
 from planning.memory import Memory
 from planning.search import (
     SIMPLICITY,
     Plan,
     capacity,
-    change_text,
     changes_that_fit,
     fits,
+    layout_options,
     speedups,
 )
 from planning.step_time import StepTime
-from planning.workload import Workload, changed_settings
+from planning.workload import Workload
 
 # Stored bytes over decoded ones: float32, blosc lz4 5 with byte shuffle, WeatherBench2's codec. Measured on
 # ERA5's t, q, u and v over Europe: 0.59, 0.71, 0.76, 0.80.
 COMPRESSION = 0.72
-SETTINGS = 2  # that are suggested
 
 
 def answer(made: Plan, cluster: Cluster, cost: CostRange, config: Config, searched: bool) -> str:
@@ -35,7 +33,7 @@ def answer(made: Plan, cluster: Cluster, cost: CostRange, config: Config, search
     band = band_of(work, cluster)
     low, high = band.around(time.total) if band else (0.0, 0.0)
     within = f", {low:,.3f} to {high:,.3f} by its error band" if band else ""
-    unit, length = ("days", 24) if cost.planned["on demand"].hours > 24 else ("hours", 1)
+    unit, length = ("days", 24) if cost.planned["on demand"]["hours"] > 24 else ("hours", 1)
     dollars = (f"{fleet}: {cost.between(fleet, 'dollars')}" for fleet in cost.planned)
     lines = {
         "job": job_text(work, cluster),
@@ -68,7 +66,7 @@ def job_text(work: Workload, cluster: Cluster) -> str:
 def layout_text(work: Workload) -> str:
     return (
         f"{layout(work)}; global batch {work.global_batch} = {work.local_batch} x {work.degrees.dp} ranks x "
-        f"{work.accumulation}; {work.dtype}, checkpointing {checkpointing(work)}"
+        f"{work.accumulation}; {work.dtype}, checkpointing {work.ac_mode}"
     )
 
 
@@ -80,21 +78,17 @@ def layout(work: Workload) -> str:
     return text + (", zero1" if work.zero1 else "") + (", cpu_offload" if work.offload else "")
 
 
-def checkpointing(work: Workload) -> str:
-    return f"every {work.every_n} blocks" if work.ac_mode == "every_n_blocks" else work.ac_mode
-
-
 # -- what to change
 
 
 def next_to_try(made: Plan, cluster: Cluster, config: Config, searched: bool) -> list[str]:
-    """Return the settings that shorten a step most. searched: --layout auto was."""
+    """Return the two settings that shorten a step most. searched: --layout auto was."""
     more = "more devices would" if searched else "try --layout auto, or more devices"
     lines = []
-    for changed in speedups(made, cluster)[:SETTINGS]:
+    for changed in speedups(made, cluster)[:2]:
         gain = changed.time.total / made.time.total - 1
         after = f"{changed.time.total:.3f} s a step ({gain:+.1%}), {changed.memory.peak / GIB:.2f} GiB"
-        lines.append(f"next     {change_text(changed, cluster, config)}: {after}")
+        lines.append(f"next     {layout_options(changed.work, config, cluster.devices)}: {after}")
     return lines or [f"next     no single setting makes it {SIMPLICITY:.0%} faster; {more}"]
 
 
@@ -106,16 +100,9 @@ def changes_needed(made: Plan, cluster: Cluster, config: Config, searched: bool)
     for changed in changes_that_fit(made.work, cluster):
         cost = changed.device_seconds / made.device_seconds - 1
         after = f"{changed.memory.peak / GIB:.2f} of {room:.2f} GiB, {cost:+.1%} device time a step"
-        rows.append(f"  {change_text(changed, cluster, config)}: {after}")
+        rows.append(f"  {layout_options(changed.work, config, cluster.devices)}: {after}")
     none = "no layout has room for it" if searched else "try --layout auto"
     return rows if len(rows) > 1 else [*rows, f"  none of one or two settings; {none}"]
-
-
-def layout_options(work: Workload, config: Config) -> str:
-    """Return the options with which train.py takes this layout in place of that of `config`."""
-    found = changed_settings(work, config).items()
-    words = [f"--{key} {json.dumps(value) if isinstance(value, bool) else value}" for key, value in found]
-    return " ".join(words) or "as configured"
 
 
 # -- tables
@@ -160,7 +147,7 @@ def layouts_table(plans: list[Plan], cluster: Cluster) -> str:
     for number, plan in enumerate(plans, 1):
         work, time, band = plan.work, plan.time, band_of(plan.work, cluster)
         around = "-".join(f"{end:.1f}" for end in band.around(time.total)) if band else "?"
-        batch = (work.micro_batch, work.accumulation, checkpointing(work), plan.memory.peak / GIB)
+        batch = (work.micro_batch, work.accumulation, work.ac_mode, plan.memory.peak / GIB)
         mfu, exposed = time.mfu(work, cluster.device.peak["bf16"]), time.exposed / time.total
         rows.append((number, "", layout(work), *batch, time.total, around, mfu, exposed))
     return text_table(">3 <1 <44 >6 >6 >16 >8.1f >9.3f >13 >7.1% >8.1%", rows)
@@ -170,11 +157,8 @@ def as_json(plan: Plan, cluster: Cluster, cost: CostRange, read_bytes: float) ->
     """Everything in base units: bytes, seconds, dollars. read_bytes: a second."""
     work, time, band = plan.work, plan.time, band_of(plan.work, cluster)
     return {
-        "cluster": cluster.name,
-        "devices": cluster.devices,
         "degrees": vars(work.degrees),
         "local_batch_size": work.local_batch,
-        "micro_batch_size": work.micro_batch,
         "global_batch_size": work.global_batch,
         "accumulation": work.accumulation,
         "activation_checkpoint": work.ac_mode,
@@ -188,7 +172,6 @@ def as_json(plan: Plan, cluster: Cluster, cost: CostRange, read_bytes: float) ->
         "error_kind": kind_of(work, cluster),
         "classes": time.classes,
         "hidden_seconds": time.hidden,
-        "exposed_seconds": time.exposed,
         "samples_per_second": time.samples_per_second,
         "read_bytes_per_second": read_bytes,
         "storage_bytes_per_second": cluster.nodes * cluster.storage,

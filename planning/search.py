@@ -9,8 +9,8 @@ from typing import Any
 from config import Config
 from errors import refuse
 from parallelisms.degrees import Degrees
+from planning.clusters import Cluster
 from planning.constants import GIB
-from planning.hardware import Cluster
 from planning.memory import Memory, memory
 from planning.step_time import StepTime, step_time
 from planning.workload import Workload, changed_settings
@@ -160,18 +160,20 @@ def speedups(made: Plan, cluster: Cluster) -> list[Plan]:
     return list(faster.values())
 
 
-def change_text(changed: Plan, cluster: Cluster, config: Config) -> str:
-    """Return what to set for a plan in place of the job of `config`: its global batch stays, too."""
-    world = changed.work.degrees.world
-    devices = [f"{world} devices"] if world != cluster.devices else []
-    keys = [f"{key} = {json.dumps(value)}" for key, value in changed_settings(changed.work, config).items()]
-    return ", ".join([*devices, *keys])
+def layout_options(work: Workload, config: Config, devices: int) -> str:
+    """Return the options with which train.py takes this layout in place of that of `config` on so many
+    devices. The global batch stays what it was.
+    """
+    words = [f"{work.degrees.world} devices"] * (work.degrees.world != devices)
+    for key, value in changed_settings(work, config).items():
+        words.append(f"--{key} {json.dumps(value) if isinstance(value, bool) else value}")
+    return " ".join(words) or "as configured"
 
 
 def cheapest_changes(work: Workload, cluster: Cluster, config: Config) -> str:
     """Return in one line what to change so that the job of `config` fits, with the peaks then."""
     found = [
-        f"{change_text(less, cluster, config)} ({less.memory.peak / GIB:.2f} GiB)"
+        f"{layout_options(less.work, config, cluster.devices)} ({less.memory.peak / GIB:.2f} GiB)"
         for less in changes_that_fit(work, cluster)
     ]
     return f"change {' or '.join(found)}" if found else "plan.py --layout auto looks for a layout that fits"

@@ -28,6 +28,7 @@ from checkpoints.files import check_steps
 from checkpoints.identity import check_resume
 from config import Config
 from datasets.grid import Grid, latitude_bounds
+from datasets.options import COPIES_AHEAD
 from datasets.selection import Selection, check_outside_source, open_selection
 from errors import one_line_errors, print_message, refuse
 from jobs.preemption import started_at
@@ -38,12 +39,11 @@ from parallelisms.degrees import check_processes, num_ranks, number_in_environme
 from parallelisms.domain_parallel import choose_tiles
 from parallelisms.float8 import check_float8, float8_layers
 from parallelisms.pipeline import SPLIT_BACKWARD
-from planning.clusters import load_cluster, machine_known_as
+from planning.clusters import Cluster, load_cluster, machine_known_as
 from planning.constants import GIB
 from planning.cost import checkpoint_size, checkpoint_storage
-from planning.hardware import Cluster
 from planning.search import Plan, capacity, cheapest_changes, fits, plan
-from planning.workload import COPIES_AHEAD, workload_of
+from planning.workload import workload_of
 from training.loggers.opening import check_loggers
 from training.process_settings import host_memory
 
@@ -144,12 +144,15 @@ def check_memory(config: Config, num_variables: int, grid: Grid) -> None:
 
 def check_model(config: Config, grid: Grid) -> None:
     """Check what depends on the grid of the data and on the model's layers. Raises ConfigError."""
-    check_tokens(config, grid)
     check_globe(config, grid)
     check_boundary(config.data.boundary_width, grid)
+    degree = config.parallelism.context_parallel_degree
     model = build_model(config.model, 1, 0, grid.shape, grid.periodic)
     if isinstance(model, GridModel):
-        choose_tiles(config.parallelism.context_parallel_degree, model.padded_shape, model.multiple)
+        choose_tiles(degree, model.padded_shape, model.multiple)
+    elif isinstance(model, TokenModel) and degree > model.num_tokens:
+        reason = f"a sample has {model.num_tokens} tokens; lower it, or model.patch_size"
+        refuse("parallelism.context_parallel_degree", degree, reason)
     elif config.float8.enable:
         float8_layers(model, config.parallelism.tensor_parallel_degree)
 
@@ -170,15 +173,6 @@ def check_boundary(width: int, grid: Grid) -> None:
         refuse("data.boundary_width", width, "the grid goes round the globe; set it to 0, or data.region")
     if 2 * width >= min(grid.shape):
         refuse("data.boundary_width", width, f"nothing is left of {list(grid.shape)} points; lower it")
-
-
-def check_tokens(config: Config, grid: Grid) -> None:
-    """ConfigError: a rank would have none of a sample's tokens."""
-    degree = config.parallelism.context_parallel_degree
-    tokens = math.prod(-(-n // size) for n, size in zip(grid.shape, config.model.patch_size, strict=True))
-    if registered(config.model.name).has_tokens and degree > tokens:
-        reason = f"a sample has {tokens} tokens; lower it, or model.patch_size"
-        refuse("parallelism.context_parallel_degree", degree, reason)
 
 
 # -- what the planner expects here

@@ -13,8 +13,8 @@ from statistics import NormalDist
 
 from planning import constants
 from planning.architecture import count, cut, padded
+from planning.clusters import Cluster, Device
 from planning.constants import FLOAT32
-from planning.hardware import Cluster, Device
 from planning.memory import shard_parameters, stage_shapes, unit_bytes
 from planning.network import Route, context_collectives, route, seconds, tensor_collectives
 from planning.workload import Workload
@@ -67,7 +67,7 @@ def step_time(work: Workload, cluster: Cluster) -> StepTime:
     hidden = max(in_all - sharding, 0.0)
     slowest = 1.0 if cluster.shared else spread(work.degrees.world)
     computing = computing_seconds(work, device, blocks) | {
-        "update": update_term(work, cluster),
+        "update": update_seconds(work, cluster),
         "slowed by collectives": slowed_seconds(work, cluster, routes, hidden),
     }
     communicating = {name: through * value for name, value in inside.items()} | {
@@ -96,15 +96,6 @@ def computing_seconds(work: Workload, device: Device, blocks: list[Times]) -> Ti
                 total[name] += number * passes * value
     total["fields"] = field_seconds(work, device) * work.accumulation
     return total
-
-
-def update_term(work: Workload, cluster: Cluster) -> float:
-    """Seconds of the update, with cpu_offload through the host's memory, which the ranks of a node share."""
-    if not work.offload:
-        return update_seconds(work, cluster.device)
-    ranks = min(cluster.devices_per_node, work.degrees.world)
-    moved = update_bytes(work) + constants.CLIP_BYTES * shard_parameters(work)
-    return moved * ranks / cluster.host_bandwidth
 
 
 def slowed_seconds(work: Workload, cluster: Cluster, routes: dict[str, Route], hidden: float) -> float:
@@ -346,7 +337,13 @@ def field_seconds(work: Workload, device: Device) -> float:
     return device.elementwise_seconds(FLOAT32 * passes * values) if values else 0.0
 
 
-def update_seconds(work: Workload, device: Device) -> float:
+def update_seconds(work: Workload, cluster: Cluster) -> float:
+    """With cpu_offload through the host's memory, which the ranks of a node share."""
+    if work.offload:
+        ranks = min(cluster.devices_per_node, work.degrees.world)
+        moved = update_bytes(work) + constants.CLIP_BYTES * shard_parameters(work)
+        return moved * ranks / cluster.host_bandwidth
+    device = cluster.device
     owners, number = work.degrees.dp_replicate if work.zero1 else 1, shard_parameters(work)
     kernels = device.elementwise_seconds(update_bytes(work) / owners)
     rest = device.elementwise_seconds((constants.CLIP_BYTES + constants.AVERAGE_BYTES * work.ema) * number)

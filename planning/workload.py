@@ -5,7 +5,7 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
-from config import Config, Optimizer
+from config import Config
 from datasets.channels import Channels
 from errors import ConfigError
 from models.registry import MODELS, registered
@@ -14,8 +14,6 @@ from planning.architecture import Architecture, architecture_of
 from training.due import Rollouts
 
 ITEMSIZE = {"float32": 4, "bfloat16": 2, "float16": 2}
-
-COPIES_AHEAD = 2  # batches that are on their way to a GPU: training/batches.py, which takes seconds to import
 
 
 @dataclass(frozen=True)
@@ -43,7 +41,6 @@ class Workload:
     pipeline_micro_batch: int = 1
     ema: bool = False
     optimizer: str = "AdamW"
-    state_itemsize: float = 8  # bytes of optimiser states a parameter: two moments
     history: int = 1  # states that the model sees
     rollout_steps: int = 1  # steps of the model, each from the last one's output: of the longest rollout
     members: int = 1  # states that a sample becomes for the model, those of an ensemble
@@ -53,6 +50,16 @@ class Workload:
     @property
     def itemsize(self) -> int:
         return ITEMSIZE[self.dtype]
+
+    @property
+    def state_itemsize(self) -> float:
+        """Bytes of optimiser states a parameter, on average: two moments, or one momentum, which Muon has of
+        blocks' matrices.
+        """
+        momentum, both, model = 4.0, 8.0, self.model
+        if self.optimizer == "Muon":
+            return both - (both - momentum) * model.layers * model.matrix_parameters / model.parameters
+        return momentum if self.optimizer in ("SGD", "LARS") else both
 
     @property
     def accumulation(self) -> int:
@@ -161,6 +168,13 @@ class Workload:
     def uses_fsdp(self) -> bool:
         return self.degrees.uses_fsdp
 
+    @property
+    def uses_ddp(self) -> bool:
+        """True if DDP reduces gradients, in buckets that are always there: gradients of one pass are parts of
+        them, those of earlier passes are copied there in the last.
+        """
+        return self.degrees.dp_replicate > 1 and not self.uses_fsdp
+
     def replace(self, **changes: object) -> "Workload":
         return dataclasses.replace(self, **changes)  # type: ignore[arg-type]
 
@@ -202,7 +216,6 @@ def workload_of(config: Config, world: int, grid_shape: tuple[int, int], num_var
         pipeline_micro_batch=parallelism.pipeline_parallel_microbatch_size,
         ema=config.training.ema_decay > 0,
         optimizer=config.optimizer.name,
-        state_itemsize=state_bytes(config.optimizer, model),
         history=history,
         members=training.members,
         rollout_steps=rollouts.longest,
@@ -236,11 +249,3 @@ def changed_settings(work: Workload, config: Config) -> dict[str, Any]:
     sections = dataclasses.asdict(config).items()
     configured = {f"{section}.{key}": value for section, keys in sections for key, value in keys.items()}
     return {key: value for key, value in wanted.items() if value != configured[key]}
-
-
-def state_bytes(optimizer: Optimizer, model: Architecture) -> float:
-    """Bytes a parameter, on average: two moments, or one momentum, which Muon has of blocks' matrices."""
-    momentum, both = 4.0, 8.0
-    if optimizer.name == "Muon":
-        return both - (both - momentum) * model.layers * model.matrix_parameters / model.parameters
-    return momentum if optimizer.name in ("SGD", "LARS") else both

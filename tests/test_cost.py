@@ -18,7 +18,7 @@ MIXED = Fleet(A100, on_demand_nodes=1)
 def test_the_sums_of_the_mission() -> None:
     """110 hours on demand; then $3,080 and $7,577, and two preemptions of 45 minutes of 64 spot devices."""
     cost = run_cost([(110 * HOUR, HOUR)], Fleet(dataclasses.replace(A100, failures=0.0), 8))
-    assert (cost.hours, cost.dollars) == pytest.approx((110, 24_640))
+    assert cost == pytest.approx({"hours": 110, "dollars": 24_640})
     assert MIXED.on_demand_devices == 8
     assert 110 * MIXED.dollars_an_hour == pytest.approx(3_080 + 7_577, abs=0.5)
     assert 110 * MIXED.dollars_an_hour + 2 * 0.75 * 64 * A100.spot == pytest.approx(10_775, abs=0.5)

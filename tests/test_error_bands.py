@@ -5,12 +5,12 @@ from functools import cache
 
 import pytest
 
-from benchmarks.planner_published import bands, bands_toml, judged_runs, peaks_table
+from benchmarks.planner_published import KINDS, bands, bands_toml, judged_runs, peaks_table
 from config import Model
 from parallelisms.degrees import Degrees
 from planning.architecture import architecture_of
 from planning.clusters import load_cluster
-from planning.known_runs import ANCHORED, BANDS, KINDS, band_line, band_of, error_bands, kind_of
+from planning.known_runs import ANCHORED, BANDS, band_line, band_of, error_bands, kind_of
 from planning.workload import Workload
 from tests.test_plan import plan
 

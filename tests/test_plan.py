@@ -30,21 +30,17 @@ def figures(*options: str) -> dict:
 
 
 def test_rollout_steps_reach_memory_time_and_cost():
-    one, four_steps = ("--training.local_batch_size", "1"), ("--training.rollout_steps", "[4]")
-    once, four = figures(*one), figures(*one, *four_steps)
+    """Stages of 1 and of 4 steps, half of the run each: the plan is of the longest, and the cost of both."""
+    one = ("--training.local_batch_size", "1")
+    once, staged, four = (figures(*one, "--training.rollout_steps", n) for n in ("[1]", "[1, 4]", "[4]"))
     assert 4.5 < four["step_seconds"] / once["step_seconds"] < 5.5
     assert four["model_flops_per_sample"] == 4 * once["model_flops_per_sample"]
     assert four["memory"]["activations"] == once["memory"]["activations"]
-    assert four["memory"]["fields"] > once["memory"]["fields"]
-    assert four["hidden_seconds"] > 2 * once["hidden_seconds"]
-    staged = figures(*one, "--training.rollout_steps", "[1, 4]")  # the plan of the longest, half of the run
     assert staged["step_seconds"] == four["step_seconds"]
     dollars = [made["cost"]["fleets"]["on demand"]["dollars"] for made in (once, staged, four)]
-    assert dollars[2] > 4.5 * dollars[0]
     assert dollars[1] == pytest.approx((dollars[0] + dollars[2]) / 2, rel=1e-2)
-    pushed = (*one, *four_steps, "--training.rollout_gradient_steps", "1")
-    text = plan("--cluster", "a100x64", *pushed)
-    assert "rolled out over 4 steps, gradients through 1" in text
+    pushed = ("--training.rollout_steps", "[4]", "--training.rollout_gradient_steps", "1")
+    assert "rolled out over 4 steps, gradients through 1" in plan("--cluster", "a100x64", *one, *pushed)
 
 
 def test_the_options_of_a_layout_replace_what_the_configuration_has():
@@ -72,11 +68,10 @@ def test_the_options_of_a_layout_replace_what_the_configuration_has():
 )
 def test_what_is_next_to_try_gives_the_step_that_it_names(options):
     text = plan("--cluster", "a100x64", *options)
-    found = re.search(
-        r"^next +(\S+) = (\S+): ([\d.]+) s a step \(-[\d.]+%\), ([\d.]+) GiB", text, re.MULTILINE
-    )
+    pattern = r"^next +--(\S+) (\S+): ([\d.]+) s a step \(-[\d.]+%\), ([\d.]+) GiB"
+    found = re.search(pattern, text, re.MULTILINE)
     assert found, text
-    changed = figures(*options, f"--{found[1]}", found[2].strip('"'))
+    changed = figures(*options, f"--{found[1]}", found[2])
     assert changed["step_seconds"] == pytest.approx(float(found[3]), abs=1e-3)
     assert changed["memory"]["peak"] / 2**30 == pytest.approx(float(found[4]), abs=0.01)
     assert "no single setting makes it 2% faster" in plan("--cluster", "a100x64")
@@ -86,11 +81,10 @@ def test_advice_keeps_the_global_batch():
     """With -1 a smaller local batch, or fewer data-parallel ranks, made the global one smaller."""
     asked = ("--training.global_batch_size", "-1", "--parallelism.data_parallel_shard_degree", "4")
     text = plan("--cluster", "a100-40x4", *asked, code=1)
-    changes = re.findall(r"^  (\S+ = .*): ([\d.]+) of [\d.]+ GiB", text, re.MULTILINE)
+    changes = re.findall(r"^  (--.*): ([\d.]+) of [\d.]+ GiB", text, re.MULTILINE)
     assert len(changes) == 3
     for settings, peak in changes:
-        words = [f"--{word.replace(' = ', '=')}" for word in settings.split(", ")]
-        made = json.loads(plan("--cluster", "a100-40x4", "--json", *asked, *words))
+        made = json.loads(plan("--cluster", "a100-40x4", "--json", *asked, *settings.split()))
         assert made["global_batch_size"] == 16
         assert made["memory"]["peak"] / 2**30 == pytest.approx(float(peak), abs=0.01)
 

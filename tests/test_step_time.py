@@ -1,9 +1,7 @@
 """Seconds of a step, each term against a sum done by hand."""
 
 import itertools
-import statistics
 
-import numpy as np
 import pytest
 
 from config import Model
@@ -51,9 +49,6 @@ def test_updates_by_hand():
     assert more == pytest.approx(flops / rate + written / A100.device.bandwidth, rel=0.02)
 
 
-# -- rollouts
-
-
 @pytest.mark.parametrize("cluster", ["a100x64", "h100x64"])
 @pytest.mark.parametrize("changes", [{}, {"ac_mode": "full"}, {"compiled": True}])
 def test_a_rollout_takes_its_steps(cluster, changes):
@@ -83,9 +78,6 @@ def test_a_pipeline_waits_for_the_states_of_a_rollout():
     assert any(p.work.degrees.pp > 1 for p in best_layouts(work.rolled_out(4, 4), A100, 100))
 
 
-# -- cpu_offload
-
-
 def test_states_on_the_host_cost_its_memory_and_the_link():
     """40 bytes a parameter of 1.386 B through 328 GB/s of each of 8 nodes, and shards over PCIe."""
     there, here = (step_time(WORK.replace(offload=on, global_batch=256), A100) for on in (True, False))
@@ -97,10 +89,7 @@ def test_states_on_the_host_cost_its_memory_and_the_link():
 
 def test_offload_is_advised_last():
     """39 B on 8 A100: over many micro-batches the host's update is cheap, and still it is last."""
-    cluster, model = (
-        load_cluster("a100x8"),
-        architecture_of(Model("vit", (16, 32), 8192, 48, 64), (1024, 2048), 17, 17),
-    )
+    cluster, model = load_cluster("a100x8"), vit(8192, 64)
     large = WORK.replace(model=model, degrees=Degrees(dp_shard=8), local_batch=1, ac_mode="full")
     cheapest = min(fitting(changes(large, cluster)), key=lambda change: change[1].device_seconds)
     assert cheapest[0] == {"offload"}
@@ -119,9 +108,6 @@ def test_a_search_offers_no_pipeline_that_has_too_few_micro_batches():
     assert pipelines and all(each.micro_batches >= each.degrees.pp for each in pipelines)
 
 
-# -- kernels
-
-
 def test_uncompiled_norms_are_cast_on_a_gpu():
     """Autocast takes them in float32: 16 and 18 units a block more; FSDP changes nothing in that."""
     rates = A100.device
@@ -132,17 +118,13 @@ def test_uncompiled_norms_are_cast_on_a_gpu():
 
 
 def test_hoppers_own_kernels_are_planned_but_for_flash_attention_2():
-    work, h100, names = (
-        WORK.replace(compiled=True),
-        load_cluster("h100x64"),
-        ("sdpa", "flash", "cudnn", "auto"),
-    )
-    times = {n: step_time(work.replace(attention=n), h100).classes["attention"] for n in names}
+    def seconds(cluster: str) -> dict[str, float]:
+        names, machine = ("sdpa", "flash", "cudnn", "auto"), load_cluster(cluster)
+        return {n: step_time(WORK.replace(attention=n), machine).classes["attention"] for n in names}
+
+    times = seconds("h100x64")
     assert times["flash"] > 1.2 * times["cudnn"] and times["sdpa"] == times["cudnn"] == times["auto"]
-    assert len({step_time(work.replace(attention=n), A100).classes["attention"] for n in names}) == 1
-
-
-# -- what collectives cost beside their bytes
+    assert len(set(seconds("a100x64").values())) == 1
 
 
 @pytest.mark.parametrize("backward", [False, True])
@@ -164,10 +146,8 @@ def test_exchanges_are_put_in_order(backward):
 
 def test_a_rank_of_more_stages_waits_less():
     work = WORK.replace(degrees=Degrees(pp=4, dp_shard=16), local_batch=64, global_batch=1024)
-    schedules = ("1F1B", "Interleaved1F1B", "InterleavedZeroBubble")
-    first, second, third = (
-        step_time(work.replace(schedule=each), A100).classes["bubble"] for each in schedules
-    )
+    names = ("1F1B", "Interleaved1F1B", "InterleavedZeroBubble")
+    first, second, third = (step_time(work.replace(schedule=n), A100).classes["bubble"] for n in names)
     assert (second, third) == (pytest.approx(first / 2), pytest.approx(first / 6))
 
 
@@ -179,19 +159,13 @@ def test_uncompiled_tensor_parallelism_takes_as_long_as_python_does():
 
 
 def test_the_slowest_of_many_is_slower():
-    """Expected maxima of n normal numbers: 1.4236, 2.5076, 3.2414 for 8, 100, 1000 (Tippett); a node of 8
-    differs by 5 % on average: slowest of 512 over the fastest of a node, of many tries.
-    """
+    """Expected maxima of n normal numbers, by Tippett; a node of 8 differs by 5 % on average."""
     for number, known in {8: 1.4236, 100: 2.5076, 1000: 3.2414}.items():
         assert normal_maximum(number) == pytest.approx(known, rel=0.01)
     spreads = [spread(n) for n in (1, 2, 8, 64, 512, 4096)]
     assert spreads[0] == 1.0 and spreads[2] == pytest.approx(1.05)
     assert [f"{s - 1:.1%}" for s in spreads[3:5]] == ["6.6%", "7.8%"]  # docs/planning.md
     assert all(more > less for less, more in itertools.pairwise(spreads)) and spreads[-1] < 1.10
-    deviation = 0.05 / 2.847  # the expected range of 8 normal numbers (Tippett)
-    tries = 1 + deviation * np.random.default_rng(0).standard_normal((2000, 512))
-    fastest = tries[:, :8].min(axis=1)
-    assert statistics.mean(tries.max(axis=1) - fastest) == pytest.approx(spread(512) - 1, rel=0.05)
 
 
 def test_float8_needs_a_device_that_has_it():
