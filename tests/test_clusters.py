@@ -29,7 +29,6 @@ def test_a_name_alone_is_a_node() -> None:
     ("name", "said"),
     [
         ("h10x64", "did you mean h100?"),
-        ("A100x64", "did you mean a100?"),
         ("a100x0", "give at least 1"),
         ("zz", "valid: a100, a100-8hdr, a100-40, a100-80, h100, h200, b200, cpu"),
         ("", "no such machine"),
@@ -88,12 +87,10 @@ def test_files_change_machines_and_add_some(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("[a100]\nprice = 3\n", "a100.price = 3: no such key"),
-        ("[a100]\non_demnd = 3\n", "did you mean on_demand?"),
+        ("[a100]\non_demnd = 3\n", "a100.on_demnd = 3: no such key; did you mean on_demand?"),
         ("[a100]\nmemory = -1\n", "a100.memory = -1: give a positive number"),
         ("[a100]\nmemory = inf\n", "give a positive number"),
         ("[a100]\npeak = { bf15 = 1e12 }\n", "a table of positive numbers with the keys bf16, fp32"),
-        ("[a100]\nmatmul = { fp32 = 1e12 }\n", "with the keys bf16, fp32"),
         ("[a100]\ninside = { latency = 1e-6 }\n", "with the keys latency, bandwidth"),
         ("[a100]\nknown_as = 3\n", "give a list"),
         ('[mine]\nlike = "a10"\n', "mine.like = 'a10': no such machine"),

@@ -1,11 +1,10 @@
-"""The table of decisions in docs/planning.md against `plan.py --layout auto`; the mission's figures."""
+"""The table of decisions in docs/planning.md against `plan.py --layout auto`."""
 
 import tomllib
 from typing import NamedTuple
 
 import pytest
 
-from benchmarks.mission_figures import main as mission_figures
 from benchmarks.planner_published import RUNS, published_model
 from config import Model
 from parallelisms.degrees import Degrees
@@ -72,9 +71,3 @@ def test_the_layout_of_the_textbook_is_among_the_best():
     found = best_layouts(LLAMA, load_cluster("a100-8hdrx64"), number=99)
     (made,) = [p for p in found if p.work.degrees == TEXTBOOK_LAYOUT]
     assert made.time.total < 1.2 * found[0].time.total
-
-
-def test_the_figures_of_the_mission_have_not_moved(capsys):
-    assert mission_figures() == 0
-    lines = capsys.readouterr().out.splitlines()
-    assert len(lines) > 40 and max(map(len, lines)) <= 110

@@ -87,16 +87,6 @@ def test_collectives_by_hand():
     assert exchange == pytest.approx(4 / 8 * 8e9 * 4 / 10e9, rel=1e-3)
 
 
-def test_a_step_adds_up_and_more_devices_are_faster():
-    cluster = load_cluster("a100x64")
-    work = vit1b(Degrees(dp_shard=64))
-    whole = step_time(work, cluster)
-    assert whole.total == pytest.approx(sum(whole.classes.values()))
-    assert 0.3 < whole.mfu(work, 312e12) < 0.6
-    half = step_time(vit1b(Degrees(dp_shard=32)), cluster.with_devices(32))
-    assert 1.9 < half.total / whole.total < 2.1
-
-
 def test_pipelines_idle_for_their_bubble():
     """(p - 1)/(m + p - 1) of the time of GPipe and 1F1B (Narayanan et al. 2021)."""
     work = vit1b(Degrees(pp=4, dp_shard=16), local_batch=192, pipeline_micro_batch=6)
