@@ -8,9 +8,8 @@
 --layout auto         search all layouts, modes of checkpointing and micro-batches; print the ten best
 --anchor RUN          the folder of a run on this kind of machine: times of layouts of its kind are scaled by
                       its measured steps
---calibrate           measure this machine for the configuration's shapes, into outputs/calibration.json
+--calibrate           measure steps of the configuration on this machine, for --anchor outputs/calibration
 --dry_run --world_size N   build the layout on N fake ranks and run one step without memory
---restart_minutes M   from a preemption to the next step (default 30)
 --json                print one JSON object instead of tables
 
 --job.dump_folder RUN alone plans the run in that folder, by its config.toml. Days and dollars are ranges:
@@ -32,7 +31,6 @@ OPTIONS = own_options(
     dry_run=False,
     json=False,
     world_size=1,
-    restart_minutes=30.0,
 )
 if __name__ == "__main__":
     answer_early(__doc__, None, OPTIONS)  # on which cluster it can work is known later
@@ -45,31 +43,29 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from config import Config
+from datasets.options import COPIES_AHEAD
 from errors import ConfigError, one_line_errors, refuse
 from parallelisms.degrees import resolve_degrees
-from planning.clusters import CALIBRATION, load_cluster
+from planning.clusters import Cluster, load_cluster
 from planning.cost import cost_range, rollout_stages
-from planning.hardware import Cluster
 from planning.known_runs import Anchor, layout_kind, run_record
 from planning.report import (
     answer,
     as_json,
     data_line,
-    layout_options,
     layouts_table,
     memory_table,
     read_rate,
     time_table,
 )
-from planning.search import Plan, best_layouts, check_device, divisors, fits, plan
+from planning.search import Plan, best_layouts, check_device, divisors, fits, layout_options, plan
 from planning.step_time import step_time
-from planning.workload import COPIES_AHEAD, Workload, workload_of
+from planning.workload import Workload, workload_of
 from training.config_checks import check
 
 if TYPE_CHECKING:
     from datasets.grid import Grid
 
-LEAST = {"world_size": 1, "restart_minutes": 0.0}
 MOST_RANKS = 4096
 
 
@@ -79,6 +75,7 @@ def main() -> None:
         check_options(options)
         cluster = load_cluster(options.cluster, options.clusters) if options.cluster else None
         world = cluster.devices if cluster else options.world_size
+        world = 1 if options.calibrate else world
         os.environ["WORLD_SIZE"] = str(world)  # what the degrees are checked against
         config = start(rest, __doc__, check if options.layout != "auto" else None)
         if options.dry_run:
@@ -93,10 +90,7 @@ def main() -> None:
 
 def check_options(options: argparse.Namespace) -> None:
     """Refuse numbers and words that no plan can be made of. Raises ConfigError."""
-    for name, least in LEAST.items():
-        if not getattr(options, name) >= least:
-            raise ConfigError(f"--{name} {getattr(options, name)}: give at least {least}")
-    if options.world_size > MOST_RANKS:
+    if not 1 <= options.world_size <= MOST_RANKS:
         raise ConfigError(f"--world_size {options.world_size}: give 1 to {MOST_RANKS} ranks")
     if options.layout not in ("configured", "auto"):
         raise ConfigError(f"--layout {options.layout}: give configured or auto")
@@ -120,7 +114,7 @@ def make_plan(config: Config, cluster: Cluster, options: argparse.Namespace) -> 
         reason = f"no layout of {cluster.devices} devices can share it"
         raise ConfigError(f"training.global_batch_size = {work.global_batch}: {reason}; take a multiple")
     made = plans[0] if plans else plan(work, cluster)
-    cost = cost_range(config, made, cluster, options.restart_minutes)
+    cost = cost_range(config, made, cluster)
     fit = fits(made, cluster)
     stages = rollout_stages(config, made, cluster)
     read_bytes = max(read_rate(work, time.samples_per_second) for _, work, time in stages)
@@ -174,29 +168,17 @@ def layout_blocks(plans: list[Plan], cluster: Cluster, config: Config) -> list[s
     """config: as the user has written it, which the options of a layout replace."""
     if not plans:
         return []
-    command = f"to train so: {layout_options(plans[0].work, config)}"
+    command = f"to train so: {layout_options(plans[0].work, config, cluster.devices)}"
     return [f"{layouts_table(plans, cluster)}\n{command}"]
 
 
 def calibrate_machine(config: Config) -> None:
-    """Measure rates of this machine for the shapes of `config`; plan.py --cluster this (or cpu) uses them."""
-    import torch
+    """Measure steps of `config` on this machine; plan.py --anchor takes the folder."""
+    from planning.calibration import CALIBRATION, calibrate  # here: they take torch's seconds
 
-    from planning.calibration import BlockShape, calibrate, save_calibration
-    from training.process_settings import retain_memory
-
-    ranks = int(os.environ.get("NGPU", "1"))
-    model = job(config, 1).model
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    batch = config.training.local_batch_size * config.training.members
-    block = BlockShape(batch, model.tokens, model.dim, model.heads, model.mlp_dim)
-    retain_memory(device)  # as train.py does
-    threads = max(torch.get_num_threads() // ranks, 1)
-    started = time.perf_counter()
-    measured = calibrate([block], [config.model.attention_backend.replace("auto", "sdpa")], device, threads)
-    save_calibration(measured, CALIBRATION)
-    used = f"{measured.processor}, {threads} threads, {len(measured.timings)} operations"
-    print(f"{CALIBRATION}: {used} in {time.perf_counter() - started:.0f} s; use it with --cluster this")
+    calibrate(config, grid_of(config), num_variables(config), CALIBRATION)
+    _, seconds = run_record(CALIBRATION)
+    print(f"{CALIBRATION}: {seconds:,.4f} s a step, of one micro-batch; use it with --anchor {CALIBRATION}")
 
 
 def dry_run_table(config: Config, world_size: int) -> None:

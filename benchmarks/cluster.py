@@ -33,8 +33,7 @@ from errors import ConfigError, one_line_errors
 from jobs.log_setup import start_logging
 from parallelisms.degrees import Degrees
 from parallelisms.mesh import build_mesh, from_first_rank, start_ranks
-from planning.clusters import load_cluster, machine_known_as
-from planning.hardware import Cluster
+from planning.clusters import Cluster, load_cluster, machine_known_as
 from planning.network import route, seconds
 from planning.search import Plan, best_layouts, plan
 from planning.workload import Workload

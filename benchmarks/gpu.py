@@ -48,21 +48,12 @@ from command_line import text_table
 from config import ActivationCheckpoint, Compile, Config, Float8, Model, Optimizer, Parallelism, Training
 from datasets.archive import open_archive
 from datasets.loader import FieldDataset, TrainLoader, TrainSampler
-from models.attention import activate, check_backend, find_obstacle, preferred_backend
+from models.attention import activate, attention, check_backend, find_obstacle, preferred_backend
 from models.embeddings import unpatchify
 from parallelisms.degrees import Degrees
 from parallelisms.mesh import start_ranks
-from planning.architecture import vit_architecture
-from planning.calibration import (
-    BlockShape,
-    adamw_operation,
-    attention_operations,
-    calibrate,
-    calibrated,
-    save_calibration,
-    work_of,
-)
-from planning.clusters import CALIBRATION, load_cluster
+from planning.architecture import architecture_of
+from planning.clusters import load_cluster
 from planning.memory import memory
 from planning.step_time import step_time
 from planning.workload import Workload
@@ -92,7 +83,6 @@ class Sizes:
     stall_dim: int = 512  # of 0.45 GB to save: what a rank of 64 has of vit1b, and some more
     dates: int = 12  # that the loader reads from
     workers: int = 8
-    calibration_seconds: float = 15.0
 
     def tokens(self, patch: tuple[int, int]) -> int:
         return self.grid[0] * self.grid[1] // (patch[0] * patch[1])
@@ -100,7 +90,7 @@ class Sizes:
 
 TINY = Sizes(
     *((32, 64), ((4, 8), (4, 4)), 3, 64, 2, (4, 2), 2, (1, 2), False, ((64, 192), (256, 64)), 256),
-    *(64, 6, 0, 2.0),
+    *(64, 6, 0),
 )
 
 
@@ -190,8 +180,10 @@ class Case:
 
     def workload(self, sizes: Sizes) -> Workload:
         channels, values = sizes.variables, sizes.variables * math.prod(sizes.grid)
-        shape = (sizes.grid, self.patch, channels, channels, sizes.dim, sizes.layers, self.heads)
-        model = vit_architecture(*shape, attention_windows=self.windows)
+        settings = Model(
+            "vit", self.patch, sizes.dim, sizes.layers, self.heads, attention_windows=self.windows
+        )
+        model = architecture_of(settings, sizes.grid, channels, channels)
         about = {"field_values": values, "input_values": values, "ac_mode": self.mode}
         about |= {"compiled": sizes.compiled, "float8": bool(self.float8), "attention": self.backend}
         about |= {"dtype": self.dtype, "every_n": EVERY_N}
@@ -294,7 +286,7 @@ def time_steps(session: Session, what: str, case: Case, kernels: bool) -> None:
         return time_steps(session, what, replace(case, batch=case.batch // 2), kernels)
     if math.isnan(loss):
         raise ValueError("the loss is NaN")
-    flops = 3 * case.workload(sizes).model.flops() * case.batch / seconds
+    flops = 3 * case.workload(sizes).model.flops * case.batch / seconds
     peak = torch.cuda.max_memory_allocated() if session.on_gpu else 0
     about = {"step_seconds": seconds, "mfu": session.mfu(flops), "tflops": flops / 1e12, "peak_bytes": peak}
     about |= {"loss": loss, "with_compilation": spent} | case.about(sizes)
@@ -318,29 +310,24 @@ def print_kernels(session: Session, training: RandomRun) -> None:
 
 
 def planner(session: Session) -> None:
-    sizes, device = session.sizes, session.device
+    """The first step anchors the plans of the others, as plan.py --anchor does."""
+    cluster = load_cluster("h200x1" if session.on_gpu else "cpu1")
     measured = [row for row in session.earlier() if row["part"] == "steps" and "tokens" in row]
-    backends = tuple(sorted({row["backend"] for row in measured})) or ("sdpa",)
-    shapes = [(patch, heads) for patch in sizes.patches for heads in sizes.heads]
-    blocks = [BlockShape(4, sizes.tokens(p), sizes.dim, heads, 4 * sizes.dim) for p, heads in shapes]
-    rates = calibrate(blocks, backends, device, torch.get_num_threads(), seconds=sizes.calibration_seconds)
-    # With the rows where the caller says where these go, or they are a rehearsal's.
-    near = session.rows if session.rehearse or "OUT" in os.environ else None
-    save_calibration(rates, near.with_name("calibration.json") if near else CALIBRATION)
-    cluster = calibrated(load_cluster("h200x1" if session.on_gpu else "cpu1"), rates, 1)
     for row in measured:
-        session.attempt(row["what"], compare_planned, row, cluster)
+        session.attempt(row["what"], compare_planned, row, measured[0], cluster)
 
 
-def compare_planned(session: Session, what: str, row: Row, cluster: Any) -> None:
-    own: Row = {name: row[name] for name in ("heads", "float8", "mode", "batch", "backend")}
-    case = Case(tuple(row["patch"]), **own)
-    work = case.workload(session.sizes)
-    predicted = step_time(work, cluster).total
+def compare_planned(session: Session, what: str, row: Row, anchor: Row, cluster: Any) -> None:
+    def work_of(row: Row) -> Workload:
+        own: Row = {name: row[name] for name in ("heads", "float8", "mode", "batch", "backend")}
+        return Case(tuple(row["patch"]), **own).workload(session.sizes)
+
+    factor = anchor["step_seconds"] / step_time(work_of(anchor), cluster).total
+    predicted = factor * step_time(work_of(row), cluster).total
     error = predicted / row["step_seconds"] - 1
-    session.add(f"time, planned: {what}", error, "of measured", seconds=predicted, kind="time")
+    session.add(f"time, planned: {what}", error, "of measured", seconds=predicted, factor=factor, kind="time")
     if row["peak_bytes"]:
-        error = memory(work).peak / row["peak_bytes"] - 1
+        error = memory(work_of(row)).peak / row["peak_bytes"] - 1
         session.add(f"peak memory, planned: {what}", error, "of measured", kind="memory")
 
 
@@ -393,12 +380,20 @@ def attention_kernels(session: Session) -> None:
 def time_attention(session: Session, what: str, backend: str, shape: tuple[int, int, int, int]) -> None:
     check_backend(backend, session.device.type, torch.bfloat16)
     activate(backend)
-    for operation in attention_operations(*shape, "bfloat16", backend, session.device):
-        seconds = session.seconds(operation.run, *session.sizes.steps)
-        rate = work_of(operation.kind, operation.sizes) / seconds / 1e12
-        kernels = [name for name, _ in kernel_seconds(operation.run)[:3]] if session.on_gpu else []
-        about = {"kind": operation.kind, "sizes": operation.sizes, "kernels": kernels}
-        session.add(f"{what}, {operation.kind.split('/')[-1]}", rate, "TFLOP/s", **about)
+    batch, heads, tokens, head_dim = shape
+    # Parts of one tensor as in models/vit.py: kernels that want them otherwise copy them.
+    qkv = torch.randn((batch, tokens, heads, 3, head_dim), dtype=torch.bfloat16, device=session.device)
+    q, k, v = (x.detach().requires_grad_() for x in qkv.permute(3, 0, 2, 1, 4).unbind(0))
+    out = attention(q, k, v, backend)
+    gradient, unit = torch.randn_like(out), batch * heads * tokens**2 * head_dim  # of 4 FLOPs, backward 8
+    runs: dict[str, tuple[int, Callable[[], Any]]] = {
+        "forward": (4 * unit, lambda: attention(q, k, v, backend)),
+        "backward": (8 * unit, lambda: torch.autograd.grad(out, (q, k, v), gradient, retain_graph=True)),
+    }
+    for way, (flops, run) in runs.items():
+        rate = flops / session.seconds(run, *session.sizes.steps) / 1e12
+        kernels = [name for name, _ in kernel_seconds(run)[:3]] if session.on_gpu else []
+        session.add(f"{what}, {way}", rate, "TFLOP/s", kind=way, sizes=shape, kernels=kernels)
         if kernels:
             print(f"    {kernels[0][:100]}{'' if of_hopper(kernels[0]) else '  NOT ONE OF HOPPER'}")
 
@@ -438,8 +433,10 @@ def time_product(session: Session, what: str, float8: bool, m: int, k: int, n: i
 def optimizers(session: Session) -> None:
     sizes = session.sizes
     number = Case(sizes.patches[0], sizes.heads[0]).workload(sizes).model.parameters
-    operation = adamw_operation(number, session.device)
-    rate = operation.sizes[0] / session.seconds(operation.run, *sizes.steps)
+    parameter = torch.randn(min(number, 2**29), device=session.device).requires_grad_()
+    parameter.grad = torch.randn_like(parameter)
+    optimizer = torch.optim.AdamW([parameter], lr=1e-6, fused=True)
+    rate = 28 * parameter.numel() / session.seconds(optimizer.step, *sizes.steps)
     session.add("AdamW fused, whole model", 28 * number / rate, "s", gigabytes_per_second=rate / 1e9)
 
 
@@ -541,7 +538,7 @@ def time_peer(session: Session, what: str, build: type[nn.Module], patch: tuple[
             session.free()
             if batch == 1:
                 raise
-    flops = 3 * Case(patch, sizes.heads[0]).workload(sizes).model.flops() * batch / seconds
+    flops = 3 * Case(patch, sizes.heads[0]).workload(sizes).model.flops * batch / seconds
     about = {"mfu": session.mfu(flops), "batch": batch, "tokens": sizes.tokens(patch)}
     session.add(f"{what}, batch {batch}", batch / seconds, "samples/s", **about)
 

@@ -6,8 +6,8 @@
 #   benchmarks/gpu.sh --rehearse   the same on a CPU with tiny sizes, in four minutes; its figures mean nothing
 #   benchmarks/gpu.sh --gather [PYTHON_VERSION]    fills .gpu with what a machine without a network lacks: wheels for its
 #     Python (default: 3.12; x86-64 Linux with torch, numpy and scipy in place), and the smallest real winds
-# OUT: a folder for the rows (as they are measured), the calibrated rates and the log; without it they go to
-#   benchmarks/results/gpu.jsonl, outputs/calibration.json and outputs/gpu/gpu.log.
+# OUT: a folder for the rows (as they are measured) and the log; without it they go to
+#   benchmarks/results/gpu.jsonl and outputs/gpu/gpu.log.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 source ./setup.sh

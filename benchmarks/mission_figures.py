@@ -14,12 +14,12 @@ from typing import Any, NamedTuple
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from command_line import text_table
+from config import Model
 from parallelisms.degrees import Degrees
-from planning.architecture import Architecture, vit_architecture
-from planning.clusters import load_cluster
+from planning.architecture import Architecture, architecture_of
+from planning.clusters import Link, load_cluster
 from planning.constants import FLOAT32
 from planning.cost import HOUR, Fleet
-from planning.hardware import Link
 from planning.memory import Memory, memory, scores_bytes
 from planning.network import ring_all_reduce
 from planning.search import capacity, plan
@@ -41,7 +41,7 @@ class Figure(NamedTuple):
 
 
 def study_model(patch: tuple[int, int], grid: tuple[int, int] = GRID) -> Architecture:
-    return vit_architecture(grid, patch, CHANNELS, CHANNELS, 1536, 48, 24)
+    return architecture_of(Model("vit", patch, 1536, 48, 24), grid, CHANNELS, CHANNELS)
 
 
 def study(local_batch: int, degrees: Degrees | None = None, **changes: object) -> Workload:
@@ -53,7 +53,7 @@ def study(local_batch: int, degrees: Degrees | None = None, **changes: object) -
 
 
 def tutorial_model(dim: int, grid: tuple[int, int] = (360, 720)) -> Architecture:
-    return vit_architecture(grid, (8, 8), 20, 20, dim, 12, 8, qkv_bias=False)
+    return architecture_of(Model("vit", (8, 8), dim, 12, 8, qkv_bias=False), grid, 20, 20)
 
 
 def activations(found: Memory) -> float:
@@ -69,8 +69,8 @@ def model_figures() -> list[Figure]:
         Figure("data in float16, uncompressed", "35 TB", 2 * values / 1e12, "TB", 25.0),
         Figure("tokens, 16 x 16 patches", "4,096", big.tokens, "", 8192),
         Figure("tokens, 16 x 32 patches", "-", study_model((16, 32)).tokens, "", 4096),
-        Figure("TFLOP a sample, 4,096 tokens", "-", 3 * study_model((16, 32)).flops() / 1e12, "", 48.9),
-        Figure("TFLOP a sample, 8,192 tokens", "-", 3 * big.flops() / 1e12, "", 126.8),
+        Figure("TFLOP a sample, 4,096 tokens", "-", 3 * study_model((16, 32)).flops / 1e12, "", 48.9),
+        Figure("TFLOP a sample, 8,192 tokens", "-", 3 * big.flops / 1e12, "", 126.8),
         Figure("parameters", "1.2 B", big.parameters / 1e9, "B", 1.386),
         Figure("checkpoint, fp32 and Adam", "12 GB", 3 * FLOAT32 * big.parameters / 1e9, "GB", 16.6),
         Figure("tutorial: parameters, 360 x 720", "23.8 M", small.parameters / 1e6, "M", 23.8),

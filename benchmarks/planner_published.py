@@ -13,23 +13,22 @@ import math
 import statistics
 import sys
 import tomllib
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from benchmarks.results_file import RESULTS, read_lines, record
+from benchmarks.results_file import record
+from config import Model
 from parallelisms.degrees import Degrees
-from planning.architecture import ROW, Architecture, Shapes, cut, padded, vit_architecture
-from planning.clusters import load_cluster
-from planning.compute import linear_seconds
+from planning.architecture import ROW, Architecture, Shapes, architecture_of, cut, padded
+from planning.clusters import Cluster, Device, load_cluster
 from planning.constants import FLOAT8_BANDWIDTH, FLOAT8_CAST, FLOAT8_TRANSPOSE, GIB, PASSES
-from planning.hardware import Cluster, Device
-from planning.known_runs import ANCHORED, BANDS, CALIBRATED, KINDS, Band, layout_kind
+from planning.known_runs import ANCHORED, BANDS, Band, layout_kind
 from planning.memory import memory, unit_bytes
 from planning.network import route, seconds
-from planning.step_time import spread, step_time
+from planning.step_time import linear_seconds, spread, step_time
 from planning.workload import Workload
 
 CAUSAL_BLOCK = 128  # queries or keys of a tile of flash attention: tiles on the diagonal are computed whole
@@ -48,9 +47,6 @@ class LanguageModel(Architecture):
     gated: bool = False  # an MLP of three matrices (SwiGLU)
     causal: bool = False
     fused: bool = True  # q, k and v are one product
-
-    def attention_flops(self) -> float:
-        return super().attention_flops() / (2 if self.causal else 1)
 
 
 def language_model(
@@ -77,12 +73,16 @@ def language_model(
     block |= linear("attention.projection", dim, dim, biases) | norm("mlp_norm")
     block |= linear("mlp.up", dim, mlp_dim, biases) | linear("mlp.down", mlp_dim, dim, biases)
     block |= linear("mlp.gate", dim, mlp_dim, biases) if kind.get("gated") else {}
+    parameters = sum(math.prod(shape) for shape in block.values() if len(shape) == 2)
+    attention = 4 * tokens**2 * dim / (2 if kind.get("causal") else 1)
+    flops = layers * (2 * tokens * parameters + attention) + 2 * tokens * dim * vocabulary
     ends = {"embedding.weight": (vocabulary, dim)}, norm("norm") | linear("head", dim, vocabulary, biases)
-    return LanguageModel(tokens, dim, layers, heads, 0, vocabulary, block, *ends, **kind)
+    return LanguageModel(tokens, dim, layers, heads, 0, vocabulary, flops, block, *ends, **kind)
 
 
 RUNS = Path(__file__).with_name("published_runs.toml")
 MACHINES = RUNS.with_name("published_machines.toml")
+KINDS = ("data parallel", "tensor parallel", "context parallel", "pipeline")
 GROUPS = ("seen", "term", "held out")
 LISTS = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
 PYTORCH, VIT = ", PyTorch", "vision transformer"  # Rossby's plans are judged by the first, of their layout
@@ -100,24 +100,14 @@ def main() -> None:
 
 
 def judged_runs() -> list[dict[str, Any]]:
-    """Return rows, with what utilisations of runs not held out give: the nearest's, and a median."""
+    """Return rows, with what the utilisation of the nearest run that is not held out gives."""
     rows = [judged(run, model) for run, model in published_runs()]
     seen = [row for row in rows if row["group"] != "held out"]
     for row in rows:
         nearest = min((other for other in seen if other is not row), key=lambda other: distance(row, other))
         row["neighbour"] = nearest["what"]
         row["neighbour_error"] = nearest["published_mfu"] / row["published_mfu"] - 1
-        row["average_error"] = average_mfu(row, seen) / row["published_mfu"] - 1
     return rows
-
-
-def average_mfu(row: dict[str, Any], known: list[dict[str, Any]]) -> float:
-    """Median utilisation of the other runs of a device and precision, or else of the precision."""
-    others = [other for other in known if other is not row]
-    for keys in (("peak", "float8", "dtype"), ("float8", "dtype")):
-        if alike := [r["published_mfu"] for r in others if all(r[key] == row[key] for key in keys)]:
-            return statistics.median(alike)
-    return statistics.median(other["published_mfu"] for other in others)
 
 
 def distance(one: dict[str, Any], other: dict[str, Any]) -> float:
@@ -145,8 +135,8 @@ def published_model(
     keys = dict(models[name])
     if "vocabulary" in keys:
         return language_model(tokens, **keys | (changes or {}))
-    shape = [keys[key] for key in ("in_features", "out_features", "dim", "layers", "heads")]
-    return vit_architecture((tokens, 1), (1, 1), *shape, mlp_dim=keys["mlp_dim"])
+    model = Model("vit", (1, 1), keys["dim"], keys["layers"], keys["heads"], mlp_dim=keys["mlp_dim"])
+    return architecture_of(model, (tokens, 1), keys["in_features"], keys["out_features"])
 
 
 @dataclass(frozen=True)
@@ -161,21 +151,22 @@ class PublishedRun(Workload):
         return self.virtual_stages or super().stages_of_rank
 
 
-class OtherRates:
-    """Seconds of a device's operations as other programs have them."""
+@dataclass(frozen=True)
+class OtherDevice(Device):
+    """A device with the operations of other programs: of a run, which is a `work` of `model`."""
 
-    def __init__(self, run: dict[str, Any], device: Device, work: Workload, model: LanguageModel) -> None:
-        self.linear_seconds = device.linear_seconds
-        self.run, self.device, self.work, self.model = run, device, work, model
+    run: dict[str, Any] = field(default_factory=dict)
+    work: Any = None
+    model: Any = None
 
-    def attention_seconds(self, *arguments: Any) -> float:
+    def attention_seconds(self, *arguments: Any) -> float:  # type: ignore[override]
         """A causal mask leaves half of the tiles, where a kernel has tiles."""
         tiled = self.model.causal and self.work.attention != "math"
         scores = (1 + CAUSAL_BLOCK / self.model.tokens) / 2 if tiled else 1.0
-        return scores * self.device.attention_seconds(*arguments)
+        return scores * super().attention_seconds(*arguments)
 
-    def elementwise_seconds(self, size: float, dtype: str = "float32", operation: str = "copy") -> float:
-        return self.factor(operation) * self.device.elementwise_seconds(size, dtype, operation)
+    def elementwise_seconds(self, size: float, operation: str = "copy") -> float:
+        return self.factor(operation) * super().elementwise_seconds(size)
 
     def factor(self, operation: str) -> float:
         """Bytes that they move over those of this program."""
@@ -239,12 +230,13 @@ def planned_seconds(run: dict[str, Any], work: Workload, cluster: Cluster) -> fl
     model, device, tp = work.model, cluster.device, work.degrees.tp
     if not isinstance(model, LanguageModel):
         return step_time(work, cluster).total
-    cluster = replace(cluster, measured=OtherRates(run, device, work, model))
+    others = OtherDevice(**vars(device), run=run, work=work, model=model)
+    cluster = replace(cluster, device=others)
     time = step_time(work, cluster)
     tokens = work.states_at_once * work.rank_tokens * work.itemsize
     more = tokens * model.out_features * LOSS_BYTES / 2 / device.bandwidth
     if run.get("ac_mode") == "every_second_product":  # TorchTitan's "selective op": attention is kept
-        more += work.rank_layers * sum(linear_seconds(work, cluster.rates, False).values()) / 2
+        more += work.rank_layers * sum(linear_seconds(work, others, False).values()) / 2
     overlapped = run.get("async_tp", False) and tp > 1
     if overlapped and not is_nvidias(run):
         # Products with a reduce-scatter copy partial sums of all tokens to their ranks (torch's
@@ -343,9 +335,9 @@ def table(rows: list[dict[str, Any]]) -> str:
 
 
 def summaries(rows: list[dict[str, Any]]) -> str:
-    """Return a line a use and kind: errors of the planner, and of the two ways that need no model."""
-    heads = "".join(f"  {name:<23}" for name in ("planner", "nearest run's MFU", "one MFU a device"))
-    columns = "".join(f"{'10 %':>5}{'20 %':>5}{'mean':>7}{'med.':>7} " for _ in range(3))
+    """Return a line a use and kind: errors of the planner, and of the nearest run's utilisation."""
+    heads = "".join(f"  {name:<23}" for name in ("planner", "nearest run's MFU"))
+    columns = "".join(f"{'10 %':>5}{'20 %':>5}{'mean':>7}{'med.':>7} " for _ in range(2))
     lines = [f"{'':<53}{heads}", f"{'use, kind':<40}{'runs':>5}{'in band':>9}{columns}"]
     for group in GROUPS:
         found = [row for row in rows if row["group"] == group]
@@ -365,7 +357,7 @@ def summary(name: str, found: list[dict[str, Any]], rows: list[dict[str, Any]]) 
     judged_by = [(row, known[row["kind"]]) for row in found if row["kind"] in known]
     inside = sum(band.fastest <= 1 + row["error"] <= band.slowest for row, band in judged_by)
     share = f"{inside}/{len(judged_by)}" if judged_by else "-"
-    errors = ([abs(row[key]) for row in found] for key in ("error", "neighbour_error", "average_error"))
+    errors = ([abs(row[key]) for row in found] for key in ("error", "neighbour_error"))
     return f"{name:<40}{len(found):>5}{share:>9}" + "".join(map(accuracy, errors))
 
 
@@ -394,11 +386,10 @@ def bands_by_kind(rows: list[dict[str, Any]]) -> dict[str, Band]:
 
 
 def bands(rows: list[dict[str, Any]]) -> dict[str, Band]:
-    """Those that plan.py prints, of all runs: of layouts in PyTorch, and with a measured machine or run."""
+    """Those that plan.py prints, of all runs: of layouts in PyTorch, and anchored by another run."""
     found = {
         kind.removesuffix(PYTORCH): each for kind, each in bands_by_kind(rows).items() if PYTORCH in kind
     }
-    found[CALIBRATED] = band(calibrated_factors())
     found |= {ANCHORED + kind: band(anchored_factors(rows, kind)) for kind in KINDS}
     return {kind: each for kind, each in found.items() if is_useful(each)}
 
@@ -418,7 +409,7 @@ def is_useful(band: Band) -> bool:
 def bands_toml(rows: list[dict[str, Any]]) -> str:
     head = (
         "# Written by benchmarks/planner_published.py: seconds of a step over those planned, of published\n"
-        "# runs and, where the machine was calibrated, of the last run of benchmarks/planner_accuracy.py.\n"
+        "# runs, and of these planned with another of them as an anchor.\n"
         f"# Four fifths of each program's runs are inside; {FEWEST} runs at least, {WIDEST} wide at most.\n"
     )
     tables = (
@@ -466,12 +457,6 @@ def moments(work: Workload, compiled_loss: bool) -> list[dict[str, float]]:
         gathered = work.rank_layers * padded(cut(work.model.block, work.degrees.tp), work.fsdp_ranks)
         found = {name: {**parts, "float8": -gathered} for name, parts in found.items()}
     return list(found.values())
-
-
-def calibrated_factors() -> list[float]:
-    """Return those of the last run of benchmarks/planner_accuracy.py."""
-    found = read_lines(RESULTS / "planner_accuracy.jsonl", kind="time")
-    return [row["measured"] / row["predicted"] for row in found if row["time"] == found[-1]["time"]]
 
 
 if __name__ == "__main__":

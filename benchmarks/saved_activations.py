@@ -24,7 +24,7 @@ from models.vit import VisionTransformer
 from parallelisms.activation_checkpoint import apply_activation_checkpoint
 from parallelisms.compile import apply_compile
 from parallelisms.degrees import Degrees
-from planning.architecture import vit_architecture
+from planning.architecture import architecture_of
 from planning.memory import block_activations, unit_bytes
 from planning.workload import Workload
 from tests.storages import Storages
@@ -46,7 +46,7 @@ class Case:
 
     @property
     def workload(self) -> Workload:
-        model = vit_architecture(GRID, (1, 1), 2, 2, self.dim, 2, self.dim // 64)
+        model = architecture_of(Model("vit", (1, 1), self.dim, 2, self.dim // 64), GRID, 2, 2)
         kind = {"dtype": self.dtype, "ac_mode": self.mode, "every_n": EVERY_N, "attention": self.backend}
         return Workload(model, Degrees(), self.batch, self.batch, **kind)
 

@@ -39,7 +39,7 @@ from models.attention import preferred_backend, use_backend
 from models.embeddings import unpatchify
 from models.initialization import init_weights
 from models.vit import VisionTransformer
-from planning.architecture import vit_architecture
+from planning.architecture import architecture_of
 from tests.distributed import Ranks
 from training.batches import Batch
 from training.process_settings import retain_memory
@@ -222,7 +222,8 @@ def compare(folder: str, dim: int, dtype: str, alternations: int) -> list[dict[s
     seconds = {name: statistics.median(times) for name, times in found.items()}
     for group in groups:
         group.stop()  # what was built takes memory
-    flops = 3 * BATCH * vit_architecture(GRID, PATCH, CHANNELS, CHANNELS, dim, LAYERS, HEADS).flops()
+    model = architecture_of(Model("vit", PATCH, dim, LAYERS, HEADS), GRID, CHANNELS, CHANNELS)
+    flops = 3 * BATCH * model.flops
     ours = min((name for name in steps if name.startswith("rossby")), key=lambda name: seconds[name])
     peer, rows = min(seconds[name] for name in steps if not name.startswith("rossby")), []
     for name, taken in seconds.items():

@@ -16,6 +16,7 @@ from datasets.channels import Channels
 from errors import SECRET_NAME, refuse
 
 PREFETCH = 2  # batches read ahead in training (by each process): one is read while the next one waits
+COPIES_AHEAD = 2  # batches that are on their way to a GPU, or there already (training/batches.py)
 SELECT, STORAGE_OPTIONS = "data.select", "data.storage_options"
 INSTEAD = "the environment (AWS_SECRET_ACCESS_KEY, GOOGLE_APPLICATION_CREDENTIALS) or a credentials file"
 Region = Sequence[float]  # north, west, south, east in degrees; empty: all

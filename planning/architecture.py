@@ -5,8 +5,7 @@ Shapes: T tokens of a sample, D width, M hidden width of the MLP.
 
 import math
 import statistics
-from dataclasses import dataclass, field, replace
-from typing import Any
+from dataclasses import dataclass, field
 
 from config import Model
 from models.registry import build_model
@@ -27,6 +26,7 @@ class Architecture:
     heads: int
     in_features: int  # values of a token that the patch embedding takes
     out_features: int  # values of a token that the head gives
+    flops: float  # of a sample's forward pass; a training step has three times as many
     block: Shapes = field(hash=False)  # parameters of one block
     first: Shapes = field(hash=False)  # parameters before the first block
     last: Shapes = field(hash=False)  # parameters after the last block
@@ -60,23 +60,10 @@ class Architecture:
     def parameters(self) -> int:
         return self.layers * count(self.block) + count(self.first) + count(self.last)
 
-    def matmul_flops(self) -> float:
-        """FLOPs of one sample and block, forward: every token passes through each matrix."""
-        return 2.0 * self.tokens * self.matrix_parameters
-
     @property
     def mean_window_tokens(self) -> float:
         """Tokens that a token attends to, the mean of the blocks."""
         return statistics.mean(self.window_tokens or (self.tokens,))
-
-    def attention_flops(self) -> float:
-        """FLOPs of one sample and block, forward: two products of T x T x D, with windows of fewer."""
-        return 4 * self.tokens * self.mean_window_tokens * self.dim
-
-    def flops(self) -> float:
-        """Floating-point operations of one sample's forward pass; a training step has 3 x as many."""
-        ends = 2 * self.tokens * self.dim * (self.in_features + self.out_features)
-        return self.layers * (self.matmul_flops() + self.attention_flops()) + ends
 
 
 def count(shapes: Shapes) -> int:
@@ -105,38 +92,27 @@ def architecture_of(
     model: Model, grid_shape: tuple[int, int], in_channels: int, out_channels: int
 ) -> Architecture:
     """Return the shapes of the configured ViT on a grid."""
-    from models.attention import choose_windows  # here: they take torch's seconds
-    from models.embeddings import token_grid
+    from models.vit import VisionTransformer  # here: it takes torch's seconds
 
-    built = build_model(
-        replace(model, num_layers=1), out_channels, in_channels - out_channels, grid_shape, True
-    )
+    built = build_model(model, out_channels, in_channels - out_channels, grid_shape, True)
+    assert isinstance(built, VisionTransformer)
     shapes = {name: tuple(parameter.shape) for name, parameter in built.named_parameters()}
-    block = {name.removeprefix("blocks.0."): s for name, s in shapes.items() if name.startswith("blocks.")}
-    first = {name: s for name, s in shapes.items() if name.startswith(("patch_embedding.", "position."))}
-    last = {name: s for name, s in shapes.items() if name.startswith(("norm.", "head."))}
-    cells = math.prod(model.patch_size)
-    token_shape = token_grid(grid_shape, model.patch_size)
-    features = (in_channels * cells, out_channels * cells)
-    options: dict[str, Any] = {"qk_norm": model.qk_norm, "rotary": model.position == "rotary"}
-    if model.attention_windows:
-        windows = choose_windows(model, token_shape)
-        options["window_tokens"] = tuple(math.prod(window) for window in windows)
-        options["copied_fraction"] = statistics.mean(columns < token_shape[1] for _, columns in windows)
-    shape = (math.prod(token_shape), model.dim, model.num_layers, model.num_heads, *features)
-    return Architecture(*shape, block, first, last, **options)
-
-
-def vit_architecture(
-    grid_shape: tuple[int, int],
-    patch_size: tuple[int, int],
-    in_channels: int,
-    out_channels: int,
-    dim: int,
-    layers: int,
-    heads: int,
-    **options: Any,
-) -> Architecture:
-    """Return the shapes of a ViT that no configuration has. options: other keys of [model]."""
-    model = Model("vit", patch_size, dim, layers, heads, **options)
-    return architecture_of(model, grid_shape, in_channels, out_channels)
+    windows = built.windows if model.attention_windows else []
+    return Architecture(
+        tokens=built.num_tokens,
+        dim=built.dim,
+        layers=len(built.blocks),
+        heads=model.num_heads,
+        in_features=built.patch_embedding.in_features,
+        out_features=built.head.out_features,
+        flops=built.flops(),
+        block={
+            name.removeprefix("blocks.0."): s for name, s in shapes.items() if name.startswith("blocks.0.")
+        },
+        first={name: s for name, s in shapes.items() if name.startswith(("patch_embedding.", "position."))},
+        last={name: s for name, s in shapes.items() if name.startswith(("norm.", "head."))},
+        qk_norm=model.qk_norm,
+        rotary=model.position == "rotary",
+        window_tokens=tuple(map(math.prod, windows)),
+        copied_fraction=statistics.mean([columns < built.token_shape[1] for _, columns in windows] or [0]),
+    )

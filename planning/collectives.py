@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.distributed.distributed_c10d import _resolve_process_group  # type: ignore[reportPrivateImportUsage]
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from command_line import text_table
 from parallelisms.mesh import Mesh
 from parallelisms.ring_attention import sends, sends_backward
 
@@ -74,17 +75,15 @@ class Recorder(TorchDispatchMode):
             self.calls[Collective("send", self.axes.get(group_ranks(args), "world"), size)] += 1
         return result
 
-    def table(self) -> str:
-        """Return one line a kind and axis: calls, and bytes of all of them."""
-        calls, sizes = Counter(), Counter()
-        for call, number in self.calls.items():
-            calls[call.axis, call.kind] += number
-            sizes[call.axis, call.kind] += number * call.size
-        rows = [
-            f"{key[0]:<14}{key[1]:<16}{number:>8}{sizes[key] / 2**20:>16.3f} MiB"
-            for key, number in sorted(calls.items())
-        ]
-        return "\n".join([f"{'axis':<14}{'collective':<16}{'calls':>8}{'bytes a rank':>20}", *rows])
+
+def collectives_table(made: Counter[Collective]) -> str:
+    """Return one line a kind and axis: calls, and bytes of all of them."""
+    calls, sizes = Counter(), Counter()
+    for call, number in made.items():
+        calls[call.axis, call.kind] += number
+        sizes[call.axis, call.kind] += number * call.size
+    rows = [(*key, number, f"{sizes[key] / 2**20:.3f} MiB") for key, number in sorted(calls.items())]
+    return text_table("<14 <16 >8 >20", [("axis", "collective", "calls", "bytes a rank"), *rows])
 
 
 def total_bytes(value: Any) -> int:

@@ -29,12 +29,10 @@ from torch.utils.hooks import RemovableHandle
 from config import Config
 from datasets.grid import Grid
 from errors import refuse
-from parallelisms.degrees import Degrees, num_stages
+from parallelisms.degrees import Degrees
 from parallelisms.mesh import mesh_of
-from parallelisms.parallelize import LossPart, ParallelModel
-from parallelisms.pipeline import Pipeline
-from parallelisms.token_shards import TokenShards
-from planning.collectives import Collective, Recorder
+from parallelisms.parallelize import ParallelModel
+from planning.collectives import Collective, Recorder, collectives_table
 from training.assembly import Fields, assemble
 from training.batches import Batch
 from training.gradients import LossScaler
@@ -54,7 +52,6 @@ class DryRun:
     gradients: int
     optimizer: int
     peak: dict[str, int]  # at the step's peak, by kind (MemTracker's names)
-    collectives: str  # a table of `calls`
     calls: Counter[Collective]
 
     def table(self) -> str:
@@ -68,7 +65,7 @@ class DryRun:
             f"{'peak of the step':<28}{mib(self.peak.get('Total', 0))}",
             *(f"    {kind:<24}{mib(size)}" for kind, size in self.peak.items() if kind != "Total" and size),
         ]
-        return "\n".join([*lines, "", self.collectives])
+        return "\n".join([*lines, "", collectives_table(self.calls)])
 
 
 def mib(size: int) -> str:
@@ -77,11 +74,9 @@ def mib(size: int) -> str:
 
 def dry_run(config: Config, world_size: int, grid: Grid, num_variables: int) -> DryRun:
     """One step of `config` on `world_size` ranks, as written: the compiler knows no tracker of memory."""
-    parallelism = config.parallelism
-    schedule = parallelism.pipeline_parallel_schedule
-    if parallelism.pipeline_parallel_degree > 1 and num_stages(schedule, 1) > 1:
-        reason = "the dry run has GPipe and 1F1B; leave out --dry_run, and closed forms plan it"
-        refuse("parallelism.pipeline_parallel_schedule", schedule, reason)
+    if (degree := config.parallelism.pipeline_parallel_degree) > 1:
+        reason = "a dry run has no pipeline; leave out --dry_run, and closed forms plan it"
+        refuse("parallelism.pipeline_parallel_degree", degree, reason)
     # "auto" is not a CPU's choice here, "math" for few tokens.
     backend = config.model.attention_backend.replace("auto", "sdpa")
     config = replace(config, model=replace(config.model, attention_backend=backend))
@@ -104,15 +99,6 @@ def _run(config: Config, fields: Fields) -> DryRun:
     for part in model.parts:
         if isinstance(part, DistributedDataParallel):
             part.register_comm_hook(None, reduced_bucket)
-    if model.pipeline:
-        assert isinstance(model.shards, TokenShards)
-        micro_batch = config.parallelism.pipeline_parallel_microbatch_size
-        with fake:
-            shape = (micro_batch * config.training.members, model.shards.output_tokens, config.model.dim)
-            tokens = torch.empty(shape, dtype=model.recipe.param_dtype)
-            rank = FirstRank(model.pipeline, tokens, config.training.local_batch_size // micro_batch)
-        model.pipeline = rank  # type: ignore[assignment]
-        tracker.track_external(*rank.received)
     with fake:
         make_states(model, state)
         tracker.track_external(*model.parts, state.optimizer)
@@ -142,7 +128,6 @@ def _run(config: Config, fields: Fields) -> DryRun:
         gradients,
         sum(map(local_bytes, states)),
         {str(getattr(kind, "value", kind)): n for kind, n in peak.items()},
-        batches.record.table(),
         batches.record.calls,
     )
 
@@ -237,38 +222,6 @@ class FakeBatches:
         """Count the collectives of every micro-batch that the first one represents."""
         for call, number in self.first.items():
             self.record.calls[call] += number * (self.accumulation - 2)
-
-
-class FirstRank:
-    """In place of a pipeline: the stage of its first rank in the schedule's order, nothing sent."""
-
-    def __init__(self, pipeline: Pipeline, tokens: Tensor, micro_batches: int) -> None:
-        """tokens (B, t, D): of a micro-batch between two stages."""
-        [self.stage], self.micro_batch = pipeline.stages, len(tokens)
-        # The stage has a buffer for the gradients of each micro-batch, in all steps.
-        self.received = [torch.empty_like(tokens) for _ in range(micro_batches)]
-        order = pipeline.runner._get_pipeline_order()  # type: ignore[union-attr]  # no public name in 2.13
-        assert order
-        self.actions = [action for action in order[0] if action]
-
-    def step(self, inputs: Tensor, targets: dict[str, Tensor], loss: LossPart, scale: float) -> Tensor:
-        """Forward and backward passes, in which FSDP keeps what it has gathered and reduces nothing yet."""
-        micro_batches, forwarded = inputs.split(self.micro_batch), {}
-        for action in self.actions:
-            number, kind = action.microbatch_index or 0, action.computation_type.name
-            if kind == "FORWARD":
-                x = micro_batches[number]
-                forwarded[number] = {"stage_output": (self.stage.submod(x),), "input_values": (x,)}
-            elif "BACKWARD" in kind:
-                passes = forwarded.pop(number) | {"output_grads": (self.received[-1],)}
-                self.stage.backward_maybe_with_nosync("full", passes)
-            elif kind == "REDUCE_GRAD":
-                self.stage.perform_reduce_grad(1)
-        return torch.zeros(())
-
-    def forward(self, inputs: Tensor, tokens_shape: tuple[int, ...], output_shape: tuple[int, ...]) -> Tensor:
-        self.stage.submod(inputs)
-        return torch.empty(output_shape)
 
 
 def reduced_bucket(

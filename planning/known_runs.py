@@ -13,12 +13,10 @@ from functools import cache
 from pathlib import Path
 
 from errors import ConfigError
-from planning.hardware import Cluster
+from planning.clusters import Cluster
 from planning.workload import Workload
 
 BANDS = Path(__file__).with_name("error_bands.toml")
-KINDS = ("data parallel", "tensor parallel", "context parallel", "pipeline")
-CALIBRATED = "calibrated machines"  # that plan.py --calibrate has measured
 ANCHORED = "anchored, "  # before a kind of layout: planned with a measured run of the same kind and machine
 
 
@@ -43,12 +41,8 @@ class Anchor:
         return self.measured / self.planned if layout_kind(work) == self.kind else 1.0
 
     def line(self) -> str:
-        kinds = ", ".join(kind for kind in KINDS if kind != self.kind)
-        ratio = self.measured / self.planned
-        return (
-            f"anchor {self.name}: {self.measured:,.3f} s a step measured, {self.planned:,.3f} planned; times "
-            f"of {self.kind} layouts are multiplied by {ratio:.3f}; no information on {kinds}"
-        )
+        times = f"{self.measured:,.3f} s a step measured, {self.planned:,.3f} planned"
+        return f"anchor {self.name}: {times}; {self.kind} layouts x {self.measured / self.planned:.3f}"
 
 
 def run_record(folder: Path) -> tuple[int, float]:
@@ -84,11 +78,9 @@ class Band:
 
 
 def kind_of(work: Workload, cluster: Cluster) -> str:
-    """Return the kind of runs that a plan is judged by: anchored, calibrated, or PyTorch's of its layout."""
+    """Return the kind of runs that a plan is judged by: PyTorch's of its layout, anchored or not."""
     kind = layout_kind(work)
-    if cluster.anchor and cluster.anchor.kind == kind:
-        return ANCHORED + kind
-    return CALIBRATED if cluster.measured else kind
+    return ANCHORED + kind if cluster.anchor and cluster.anchor.kind == kind else kind
 
 
 @cache
@@ -97,16 +89,17 @@ def error_bands() -> dict[str, Band]:
 
 
 def band_of(work: Workload, cluster: Cluster) -> Band | None:
-    """None for a CPU that is not calibrated, and for kinds of which too few runs are known."""
-    uncalibrated = cluster.shared and not cluster.measured
-    return None if uncalibrated else error_bands().get(kind_of(work, cluster))
+    """None for a CPU without an anchor, and for kinds of which too few runs are known."""
+    kind = kind_of(work, cluster)
+    unknown = cluster.shared and not kind.startswith(ANCHORED)
+    return None if unknown else error_bands().get(kind)
 
 
 def band_line(work: Workload, cluster: Cluster) -> str:
     """Return the band in words."""
     band, kind = band_of(work, cluster), kind_of(work, cluster)
     if not band:
-        fix = "" if cluster.anchor else "; measure with --calibrate, or use --anchor"
+        fix = "" if cluster.anchor else "; measure steps with --calibrate, and use --anchor"
         return f"no run of this kind is known ({kind}){fix}"
     return (
         f"band: four of five known runs ({band.runs}, {kind}) took {band.fastest:.2f} to {band.slowest:.2f} "

@@ -16,7 +16,7 @@ class Memory:
     """Bytes of one rank; `moments` name what a step goes through, each with the components alive in it."""
 
     moments: dict[str, dict[str, float]]
-    host: dict[str, float]  # in the memory of the host, a rank
+    host: float  # of the host: what cpu_offload moves there, and its copy while a checkpoint is written
 
     @property
     def peak_moment(self) -> str:
@@ -60,7 +60,7 @@ def stage_memory(work: Workload, first: bool, last: bool) -> Memory:
     step = {
         **always,
         "fields": field_bytes(work, last),
-        "buckets of DDP": states["gradients"] * uses_ddp(work),
+        "buckets of DDP": states["gradients"] * work.uses_ddp,
         "gradients of a pipeline": pipeline,
         # Where a rank has two stages, torch keeps what it sends to the end of the step.
         "messages of a pipeline": messages * work.stages_of_rank,
@@ -70,7 +70,7 @@ def stage_memory(work: Workload, first: bool, last: bool) -> Memory:
     # Gradients appear in the last backward pass, or are there from earlier ones.
     fresh = (work.reductions if work.uses_fsdp else work.passes) == 1
     earlier = states["gradients"] * (not fresh)
-    own = states["gradients"] / number * (fresh and not uses_ddp(work) and not work.reduces_last)
+    own = states["gradients"] / number * (fresh and not work.uses_ddp and not work.reduces_last)
     loss = step | {
         "gradients": earlier,
         "gathered parameters": gathered_bytes(work, first, last, 1),
@@ -119,7 +119,8 @@ def stage_memory(work: Workload, first: bool, last: bool) -> Memory:
         "messages of a pipeline": messages,
     }
     used = {name: {k: v for k, v in parts.items() if v} for name, parts in moments.items()}
-    return Memory(used, host_bytes(work, states))
+    saved = FLOAT32 + work.state_itemsize + FLOAT32 * work.ema
+    return Memory(used, work.offload * (FLOAT32 + 2 * saved) * shard_parameters(work))
 
 
 # -- what stays from step to step
@@ -148,19 +149,6 @@ def state_bytes(work: Workload, first: bool = True, last: bool = True) -> dict[s
         "gradients": number,
         "optimiser states": work.state_itemsize / FLOAT32 * number / owners,
         "averaged weights": number * work.ema,
-    }
-
-
-def host_bytes(work: Workload, states: dict[str, float]) -> dict[str, float]:
-    """A checkpoint is copied to the host before it is written: one copy of parameters, moments, averages.
-    Batches wait there as they were read.
-    """
-    number = shard_parameters(work)
-    saved = (FLOAT32 + work.state_itemsize + FLOAT32 * work.ema) * number
-    return {
-        "checkpoint being written": saved * work.asynchronous,
-        "offloaded states": (FLOAT32 * number + saved) * work.offload,
-        "batches read ahead": work.batches_ahead * batch_bytes(work),
     }
 
 
@@ -199,14 +187,6 @@ def reduction_bytes(work: Workload) -> float:
     """
     block = padded(cut(work.model.block, work.degrees.tp), work.fsdp_ranks)
     return work.reduce_itemsize * block * (work.uses_fsdp and not work.reduces_last)
-
-
-def uses_ddp(work: Workload) -> bool:
-    """Return True if DDP reduces gradients, in buckets that it allocates once and for all.
-
-    Gradients of a single pass are parts of them; those of earlier ones are copied there in the last.
-    """
-    return work.degrees.dp_replicate > 1 and not work.uses_fsdp
 
 
 def pipeline_gradient_bytes(work: Workload, first: bool, last: bool) -> float:

@@ -11,8 +11,8 @@ from collections import Counter
 from dataclasses import dataclass
 
 from parallelisms.degrees import AXES, Degrees
+from planning.clusters import Cluster, Link
 from planning.collectives import Collective
-from planning.hardware import Cluster, Link
 from planning.workload import Workload
 
 Calls = Counter[Collective]  # how many of each

@@ -5,7 +5,7 @@ import os
 import re
 import socket
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 
@@ -13,12 +13,12 @@ import torch
 
 from config import Config
 from datasets.selection import Selection
-from errors import RunFailed, UserError
+from errors import RunFailed
 from jobs.heartbeat import activity
 from jobs.log_setup import start_logging
 from jobs.watchdog import Watchdog
 from planning.constants import GIB
-from planning.search import capacity, cheapest_changes, fits
+from planning.search import capacity, cheapest_changes
 from planning.start_checks import plan_here
 
 # Messages of allocators: CUDA's error has a class of its own, torch's on the host is a RuntimeError.
@@ -28,41 +28,29 @@ OUT_OF_MEMORY = re.compile(
 # oneDNN gives this message for any reason, so an allocation is tried afterwards.
 ONEDNN_FAILED = re.compile(r"could not (create|execute) a (primitive|memory)")
 TRIAL_SIZE = 2**28  # bytes
-TARGET = 0.9  # of the planned peak, for suggested changes where the planner expected the step to fit
+TARGET = 0.9  # of the planned peak, which suggested changes must not exceed: the plan may have been too low
 NUM_COMPONENTS = 3  # in a message
 SENTENCES = 3  # of CUDA's message: what was asked for, the memory of the device, and what is free
 
 
-class OutOfMemory(RunFailed):
-    """The message says where, how much, why, and what to change."""
-
-
 @contextmanager
 def run_with_watchdog(config: Config) -> Iterator[Watchdog]:
-    """Start logging and the watchdog; explain a lack of memory."""
+    """Start logging and the watchdog; raise RunFailed, with an explanation, for an allocator's error."""
     start_logging(is_first=os.environ.get("RANK", "0") == "0")
-    watchdog = Watchdog(config.dump_folder, config.comm)
-    with watchdog, explain_out_of_memory(config, lambda: watchdog.selection):
-        yield watchdog
-
-
-@contextmanager
-def explain_out_of_memory(config: Config, selection: Callable[[], Selection | None]) -> Iterator[None]:
-    """Raise OutOfMemory in place of an allocator's error.
-
-    selection: returns the data that the run has opened. None are opened here, since that takes memory.
-    """
-    try:
-        yield
-    except (MemoryError, RuntimeError) as error:
-        if isinstance(error, RunFailed) or not is_out_of_memory(error):
-            raise
-        rank = f"rank {os.environ.get('RANK', '0')} ({socket.gethostname()}, pid {os.getpid()})"
-        where = f"{rank} in step {activity.step}, {activity.describe_phase()}"
-        text = ". ".join(" ".join(str(error).split()).split(". ")[:SENTENCES])
-        traceback.clear_frames(error.__traceback__)  # frees tensors, for the explanation takes memory
-        gc.collect()
-        raise OutOfMemory(f"{where}: out of memory ({text}); {planned(config, selection())}") from None
+    with Watchdog(config.dump_folder, config.comm) as watchdog:
+        try:
+            yield watchdog
+        except (MemoryError, RuntimeError) as error:
+            if isinstance(error, RunFailed) or not is_out_of_memory(error):
+                raise
+            rank = f"rank {os.environ.get('RANK', '0')} ({socket.gethostname()}, pid {os.getpid()})"
+            where = f"{rank} in step {activity.step}, {activity.describe_phase()}"
+            text = ". ".join(" ".join(str(error).split()).split(". ")[:SENTENCES])
+            traceback.clear_frames(error.__traceback__)  # frees tensors, for the explanation takes memory
+            gc.collect()
+            # Data that the run has not opened are not opened now, which takes memory, too.
+            plan = planned(config, watchdog.selection)
+            raise RunFailed(f"{where}: out of memory ({text}); {plan}") from None
 
 
 def is_out_of_memory(error: BaseException) -> bool:
@@ -81,17 +69,12 @@ def planned(config: Config, selection: Selection | None) -> str:
     """Return the plan of this run here as text: the peak, its components, the cheapest changes."""
     if selection is None:
         return "the data were being opened"
-    try:
-        found = plan_here(config, selection, int(os.environ.get("WORLD_SIZE", "1")))
-    except UserError as error:
-        return f"nothing is planned ({error}): plan.py --dry_run measures what each layout takes"
+    found = plan_here(config, selection, int(os.environ.get("WORLD_SIZE", "1")))
     if found is None:
         return "this model or GPU is not planned: plan.py --dry_run measures what each layout takes"
     made, cluster = found
-    room = cluster
-    if fits(made, cluster):  # then the plan was too low: suggest what needs clearly less
-        size = round(TARGET * made.memory.peak + cluster.device.reserved)
-        room = replace(cluster, device=replace(cluster.device, memory=size))
+    less = min(cluster.device.memory, round(TARGET * made.memory.peak) + cluster.device.reserved)
+    room = replace(cluster, device=replace(cluster.device, memory=less))
     parts = sorted(made.memory.components.items(), key=lambda part: -part[1])[:NUM_COMPONENTS]
     named = ", ".join(f"{name} {size / GIB:.2f} GiB" for name, size in parts)
     return (

@@ -1,33 +1,29 @@
 """Text and JSON of plan.py: the answer on one screen, then its terms, then the rest."""
 
-import json
 from typing import Any
 
 from command_line import text_table
 from config import Config
+from planning.clusters import Cluster
 from planning.constants import FLOAT32, GIB
 from planning.cost import CostRange
-from planning.hardware import Cluster
 from planning.known_runs import band_line, band_of, kind_of
 from planning.memory import Memory
 from planning.search import (
     SIMPLICITY,
     Plan,
     capacity,
-    change_text,
     changes_that_fit,
     fits,
+    layout_options,
     speedups,
 )
 from planning.step_time import StepTime
-from planning.workload import Workload, changed_settings
+from planning.workload import Workload
 
 # Stored bytes over decoded ones: float32, blosc lz4 5 with byte shuffle, WeatherBench2's codec. Measured on
 # ERA5's t, q, u and v over Europe: 0.59, 0.71, 0.76, 0.80.
 COMPRESSION = 0.72
-DECODE_RATE = 2.6e9  # decoded bytes/s a core, lz4, measured on a Xeon straight into a batch
-TRAINING_CORES = 2  # of a device, which decode nothing: the main thread and its backward pass
-SETTINGS = 2  # that are suggested
 
 
 def answer(made: Plan, cluster: Cluster, cost: CostRange, config: Config, searched: bool) -> str:
@@ -37,7 +33,7 @@ def answer(made: Plan, cluster: Cluster, cost: CostRange, config: Config, search
     band = band_of(work, cluster)
     low, high = band.around(time.total) if band else (0.0, 0.0)
     within = f", {low:,.3f} to {high:,.3f} by its error band" if band else ""
-    unit, length = ("days", 24) if cost.planned["on demand"].hours > 24 else ("hours", 1)
+    unit, length = ("days", 24) if cost.planned["on demand"]["hours"] > 24 else ("hours", 1)
     dollars = (f"{fleet}: {cost.between(fleet, 'dollars')}" for fleet in cost.planned)
     lines = {
         "job": job_text(work, cluster),
@@ -70,7 +66,7 @@ def job_text(work: Workload, cluster: Cluster) -> str:
 def layout_text(work: Workload) -> str:
     return (
         f"{layout(work)}; global batch {work.global_batch} = {work.local_batch} x {work.degrees.dp} ranks x "
-        f"{work.accumulation}; {work.dtype}, checkpointing {checkpointing(work)}"
+        f"{work.accumulation}; {work.dtype}, checkpointing {work.ac_mode}"
     )
 
 
@@ -82,25 +78,18 @@ def layout(work: Workload) -> str:
     return text + (", zero1" if work.zero1 else "") + (", cpu_offload" if work.offload else "")
 
 
-def checkpointing(work: Workload) -> str:
-    return f"every {work.every_n} blocks" if work.ac_mode == "every_n_blocks" else work.ac_mode
-
-
 # -- what to change
 
 
 def next_to_try(made: Plan, cluster: Cluster, config: Config, searched: bool) -> list[str]:
-    """Return the settings that shorten a step most. searched: --layout auto was."""
-    found: dict[str, str] = {}  # one value of each key
-    for name, change in speedups(made, cluster):
-        gain = change.time.total / made.time.total - 1
-        text = name if searched else change_text(name, change.work, config)
-        after = f"{change.time.total:.3f} s a step ({gain:+.1%}), {change.memory.peak / GIB:.2f} GiB"
-        found.setdefault(name.split(" = ")[0], f"next     {text}: {after}")
+    """Return the two settings that shorten a step most. searched: --layout auto was."""
     more = "more devices would" if searched else "try --layout auto, or more devices"
-    return list(found.values())[:SETTINGS] or [
-        f"next     no single setting makes it {SIMPLICITY:.0%} faster; {more}"
-    ]
+    lines = []
+    for changed in speedups(made, cluster)[:2]:
+        gain = changed.time.total / made.time.total - 1
+        after = f"{changed.time.total:.3f} s a step ({gain:+.1%}), {changed.memory.peak / GIB:.2f} GiB"
+        lines.append(f"next     {layout_options(changed.work, config, cluster.devices)}: {after}")
+    return lines or [f"next     no single setting makes it {SIMPLICITY:.0%} faster; {more}"]
 
 
 def changes_needed(made: Plan, cluster: Cluster, config: Config, searched: bool) -> list[str]:
@@ -108,20 +97,12 @@ def changes_needed(made: Plan, cluster: Cluster, config: Config, searched: bool)
     lack, room = (made.memory.peak - capacity(cluster)) / GIB, capacity(cluster) / GIB
     what = f"{lack:.2f} GiB a device are" if lack > 0 else "memory of the host is"
     rows = [f"next     {what} missing; the cheapest changes with which it fits:"]
-    for name, changed in changes_that_fit(made.work, cluster):
+    for changed in changes_that_fit(made.work, cluster):
         cost = changed.device_seconds / made.device_seconds - 1
-        text = change_text(name, changed.work, config)
         after = f"{changed.memory.peak / GIB:.2f} of {room:.2f} GiB, {cost:+.1%} device time a step"
-        rows.append(f"  {text}: {after}")
+        rows.append(f"  {layout_options(changed.work, config, cluster.devices)}: {after}")
     none = "no layout has room for it" if searched else "try --layout auto"
     return rows if len(rows) > 1 else [*rows, f"  none of one or two settings; {none}"]
-
-
-def layout_options(work: Workload, config: Config) -> str:
-    """Return the options with which train.py takes this layout in place of that of `config`."""
-    found = changed_settings(work, config).items()
-    words = [f"--{key} {json.dumps(value) if isinstance(value, bool) else value}" for key, value in found]
-    return " ".join(words) or "as configured"
 
 
 # -- tables
@@ -148,16 +129,10 @@ def time_table(work: Workload, time: StepTime, cluster: Cluster) -> str:
 
 
 def data_line(read_bytes: float, cluster: Cluster) -> str:
-    """Return what network and cores must deliver, next to what there is. read_bytes: decoded, a second."""
+    """Return what the storage must deliver, next to what it can. read_bytes: decoded, a second."""
     stored = COMPRESSION * read_bytes / cluster.nodes
     text = f"data to be read: {stored / 1e9:,.2f} GB/s a node, of {cluster.storage / 1e9:,.2f}"
-    too_slow = stored > cluster.storage
-    if cluster.cores and not cluster.shared:
-        needed = read_bytes / DECODE_RATE / cluster.devices
-        available = cluster.cores / cluster.devices_per_node - TRAINING_CORES
-        text += f"; {needed:,.2f} cores decode for a device, of {available:,.2f}"
-        too_slow |= needed > available
-    return text + (": TOO SLOW, steps wait for their data" if too_slow else "")
+    return text + (": TOO SLOW, steps wait for their data" if stored > cluster.storage else "")
 
 
 def read_rate(work: Workload, samples_per_second: float) -> float:
@@ -172,7 +147,7 @@ def layouts_table(plans: list[Plan], cluster: Cluster) -> str:
     for number, plan in enumerate(plans, 1):
         work, time, band = plan.work, plan.time, band_of(plan.work, cluster)
         around = "-".join(f"{end:.1f}" for end in band.around(time.total)) if band else "?"
-        batch = (work.micro_batch, work.accumulation, checkpointing(work), plan.memory.peak / GIB)
+        batch = (work.micro_batch, work.accumulation, work.ac_mode, plan.memory.peak / GIB)
         mfu, exposed = time.mfu(work, cluster.device.peak["bf16"]), time.exposed / time.total
         rows.append((number, "", layout(work), *batch, time.total, around, mfu, exposed))
     return text_table(">3 <1 <44 >6 >6 >16 >8.1f >9.3f >13 >7.1% >8.1%", rows)
@@ -182,30 +157,21 @@ def as_json(plan: Plan, cluster: Cluster, cost: CostRange, read_bytes: float) ->
     """Everything in base units: bytes, seconds, dollars. read_bytes: a second."""
     work, time, band = plan.work, plan.time, band_of(plan.work, cluster)
     return {
-        "cluster": cluster.name,
-        "devices": cluster.devices,
-        "nodes": cluster.nodes,
         "degrees": vars(work.degrees),
         "local_batch_size": work.local_batch,
-        "micro_batch_size": work.micro_batch,
         "global_batch_size": work.global_batch,
         "accumulation": work.accumulation,
         "activation_checkpoint": work.ac_mode,
         "parameters": work.model.parameters,
-        "history": work.history,
-        "rollout_steps": work.rollout_steps,
         "model_flops_per_sample": work.sample_flops,
         "memory": {"peak": plan.memory.peak, "moment": plan.memory.peak_moment, **plan.memory.components},
-        "host_memory": plan.memory.host,
         "capacity": capacity(cluster),
-        "host_capacity": cluster.host_memory,
         "fits": fits(plan, cluster),
         "step_seconds": time.total,
         "step_seconds_band": band.around(time.total) if band else None,
         "error_kind": kind_of(work, cluster),
         "classes": time.classes,
         "hidden_seconds": time.hidden,
-        "exposed_seconds": time.exposed,
         "samples_per_second": time.samples_per_second,
         "read_bytes_per_second": read_bytes,
         "storage_bytes_per_second": cluster.nodes * cluster.storage,

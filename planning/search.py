@@ -9,8 +9,8 @@ from typing import Any
 from config import Config
 from errors import refuse
 from parallelisms.degrees import Degrees
+from planning.clusters import Cluster
 from planning.constants import GIB
-from planning.hardware import Cluster
 from planning.memory import Memory, memory
 from planning.step_time import StepTime, step_time
 from planning.workload import Workload, changed_settings
@@ -20,8 +20,7 @@ MAX_MICRO_BATCH = 64
 # A layout with one technique more has to be so much faster: each is one more thing to go wrong, and the
 # difference has to be larger than the model's error.
 SIMPLICITY = 0.02
-AXES = {"tp": "parallelism.tensor_parallel_degree", "cp": "parallelism.context_parallel_degree"}
-Change = tuple[str, Workload, Cluster]  # keys to set, the workload then, and its cluster
+Change = tuple[frozenset[str], Workload, Cluster]  # what is changed, the workload then, and its cluster
 
 
 @dataclass(frozen=True)
@@ -63,7 +62,7 @@ def check_device(work: Workload, cluster: Cluster) -> None:
 def fits(made: Plan, cluster: Cluster) -> bool:
     """On the device and, with cpu_offload, in the host's memory, which the ranks of a node share."""
     ranks = min(cluster.devices_per_node, made.work.degrees.world)
-    on_host = sum(made.memory.host.values()) * ranks * made.work.offload
+    on_host = made.memory.host * ranks
     return made.memory.peak <= capacity(cluster) and on_host <= cluster.host_memory
 
 
@@ -129,8 +128,8 @@ def divisors(n: int) -> list[int]:
 # -- what to change
 
 
-def changes_that_fit(work: Workload, cluster: Cluster) -> list[tuple[str, Plan]]:
-    """(keys to set, what that gives) of the three cheapest changes after which the job fits.
+def changes_that_fit(work: Workload, cluster: Cluster) -> list[Plan]:
+    """Return what the three cheapest changes give after which the job fits.
 
     Single changes, and where these do not do, two at once. Cost is device-seconds of a step; cpu_offload
     comes last: its time depends on the host, which the planner knows least.
@@ -138,81 +137,79 @@ def changes_that_fit(work: Workload, cluster: Cluster) -> list[tuple[str, Plan]]
     tried = [each for each in changes(work, cluster) if memory(each[1]).peak < memory(work).peak]
     found = fitting(tried)
     if len(found) < 3:
-        pairs = ((one, two) for one in tried for two in changes(*one[1:]) if key_of(two[0]) != key_of(one[0]))
-        found += fitting((f"{one[0]}, {two[0]}", *two[1:]) for one, two in pairs)
-    found.sort(key=lambda change: (change[1].work.offload, change[1].device_seconds, change[0].count(",")))
-    cheapest: dict[frozenset[str], tuple[str, Plan]] = {}  # one value of each key, or pair of keys
-    for name, made in found:
-        cheapest.setdefault(frozenset(map(key_of, name.split(", "))), (name, made))
+        pairs = ((one, two) for one in tried for two in changes(*one[1:]) if one[0] != two[0])
+        found += fitting((one[0] | two[0], *two[1:]) for one, two in pairs)
+    found.sort(key=lambda change: (change[1].work.offload, change[1].device_seconds, len(change[0])))
+    cheapest: dict[frozenset[str], Plan] = {}  # one value of each key, or pair of keys
+    for keys, made in found:
+        cheapest.setdefault(keys, made)
     return list(cheapest.values())[:3]
 
 
-def speedups(made: Plan, cluster: Cluster) -> list[tuple[str, Plan]]:
-    """(key to set, what that gives) of single changes on the same devices that fit and make a step of the
-    same samples faster, the fastest first. More ranks for a sample save memory, not time.
+def speedups(made: Plan, cluster: Cluster) -> list[Plan]:
+    """Return what single changes give that fit on the same devices and make a step of the same samples
+    faster, one of each key, the fastest first. More ranks for a sample save memory, not time.
     """
     d = made.work.degrees
     after = [(each, each[1].degrees) for each in changes(made.work, cluster)]
     tried = [each for each, new in after if new.world == d.world and new.tp <= d.tp and new.cp <= d.cp]
-    found = [each for each in fitting(tried) if each[1].time.total < (1 - SIMPLICITY) * made.time.total]
-    return sorted(found, key=lambda change: change[1].time.total)
+    faster: dict[frozenset[str], Plan] = {}
+    for keys, found in sorted(fitting(tried), key=lambda change: change[1].time.total):
+        if found.time.total < (1 - SIMPLICITY) * made.time.total:
+            faster.setdefault(keys, found)
+    return list(faster.values())
 
 
-def change_text(name: str, work: Workload, config: Config) -> str:
-    """Return what to set for a change of that name of the job of `config`: its global batch stays, too."""
-    devices = [part for part in name.split(", ") if part.endswith(" devices")]
-    keys = [f"{key} = {json.dumps(value)}" for key, value in changed_settings(work, config).items()]
-    return ", ".join([*devices, *keys])
+def layout_options(work: Workload, config: Config, devices: int) -> str:
+    """Return the options with which train.py takes this layout in place of that of `config` on so many
+    devices. The global batch stays what it was.
+    """
+    words = [f"{work.degrees.world} devices"] * (work.degrees.world != devices)
+    for key, value in changed_settings(work, config).items():
+        words.append(f"--{key} {json.dumps(value) if isinstance(value, bool) else value}")
+    return " ".join(words) or "as configured"
 
 
 def cheapest_changes(work: Workload, cluster: Cluster, config: Config) -> str:
     """Return in one line what to change so that the job of `config` fits, with the peaks then."""
     found = [
-        f"{change_text(name, less.work, config)} ({less.memory.peak / GIB:.2f} GiB)"
-        for name, less in changes_that_fit(work, cluster)
+        f"{layout_options(less.work, config, cluster.devices)} ({less.memory.peak / GIB:.2f} GiB)"
+        for less in changes_that_fit(work, cluster)
     ]
     return f"change {' or '.join(found)}" if found else "plan.py --layout auto looks for a layout that fits"
 
 
-def key_of(change: str) -> str:
-    return "devices" if change.endswith(" devices") else change.split(" = ")[0]
-
-
-def fitting(tried: Iterable[Change]) -> list[tuple[str, Plan]]:
-    made = [(name, plan(work, cluster), cluster) for name, work, cluster in tried]
-    return [(name, found) for name, found, cluster in made if fits(found, cluster)]
+def fitting(tried: Iterable[Change]) -> list[tuple[frozenset[str], Plan]]:
+    made = [(keys, plan(work, cluster), cluster) for keys, work, cluster in tried]
+    return [(keys, found) for keys, found, cluster in made if fits(found, cluster)]
 
 
 def changes(work: Workload, cluster: Cluster) -> Iterator[Change]:
     """Every single change that may save memory or time, of a step of the same samples."""
     d, samples = work.degrees, work.local_batch * work.accumulation
-    settings: list[tuple[str, Any, dict[str, Any]]] = [
-        ("compile.enable", True, {"compiled": True}),
-        ("training.mixed_precision_param", "bfloat16", {"dtype": "bfloat16"}),
-        *(("activation_checkpoint.mode", m, {"ac_mode": m}) for m in ("none", "selective", "full")),
-    ]
+    settings: list[dict[str, Any]] = [{"compiled": True}, {"dtype": "bfloat16"}]
+    settings += [{"ac_mode": mode} for mode in ("none", "selective", "full")]
     if work.dtype != "float32" and "fp8" in cluster.device.matmul:
-        settings.append(("float8.enable", True, {"float8": True}))
+        settings.append({"float8": True})
     if d.pp == 1:
-        key = "training.local_batch_size"
-        settings += [(key, batch, {"local_batch": batch}) for batch in divisors(samples)]
+        settings += [{"local_batch": batch} for batch in divisors(samples)]
     if work.uses_fsdp:
-        settings.append(("parallelism.fsdp_reshard_after_forward", "never", {"reshard": "never"}))
+        settings.append({"reshard": "never"})
         if work.optimizer != "Muon":  # which refuses it
-            settings.append(("parallelism.cpu_offload", True, {"offload": True}))
+            settings.append({"offload": True})
+    named = [(frozenset(setting), setting) for setting in settings]
     if d.dp_replicate > 1:
-        key = "parallelism.data_parallel_replicate_degree"
-        settings.append((key, 1, {"degrees": Degrees(d.pp, 1, d.dp, d.cp, d.tp)}))
-    for (axis, key), n in product(AXES.items(), (1, 2, 4, 8)):
+        named.append((frozenset(["dp_replicate"]), {"degrees": Degrees(d.pp, 1, d.dp, d.cp, d.tp)}))
+    for axis, n in product(("tp", "cp"), (1, 2, 4, 8)):
         layout = Degrees(**{**vars(d), axis: n, "dp_shard": d.dp_shard * getattr(d, axis) // n})
         if layout.world == d.world and work.model.heads % (layout.tp * layout.cp) == 0:
             if work.global_batch % (work.local_batch * layout.dp) == 0:
-                settings.append((key, n, {"degrees": layout}))
-    for key, value, changed in settings:
+                named.append((frozenset([axis]), {"degrees": layout}))
+    for key, changed in named:
         after = work.replace(**changed)
         if after != work:
-            yield f"{key} = {json.dumps(value)}", after, cluster
+            yield key, after, cluster
     for factor in (2, 4, 8):
         more = Degrees(d.pp, d.dp_replicate, d.dp_shard * factor, d.cp, d.tp)
         if work.global_batch % (more.dp * work.local_batch) == 0:
-            yield f"{more.world} devices", work.replace(degrees=more), cluster.with_devices(more.world)
+            yield frozenset(["devices"]), work.replace(degrees=more), cluster.with_devices(more.world)

@@ -28,6 +28,7 @@ from checkpoints.files import check_steps
 from checkpoints.identity import check_resume
 from config import Config
 from datasets.grid import Grid, latitude_bounds
+from datasets.options import COPIES_AHEAD
 from datasets.selection import Selection, check_outside_source, open_selection
 from errors import one_line_errors, print_message, refuse
 from jobs.preemption import started_at
@@ -38,12 +39,11 @@ from parallelisms.degrees import check_processes, num_ranks, number_in_environme
 from parallelisms.domain_parallel import choose_tiles
 from parallelisms.float8 import check_float8, float8_layers
 from parallelisms.pipeline import SPLIT_BACKWARD
-from planning.clusters import load_cluster, machine_known_as
+from planning.clusters import Cluster, load_cluster, machine_known_as
 from planning.constants import GIB
 from planning.cost import checkpoint_size, checkpoint_storage
-from planning.hardware import Cluster
 from planning.search import Plan, capacity, cheapest_changes, fits, plan
-from planning.workload import COPIES_AHEAD, workload_of
+from planning.workload import workload_of
 from training.loggers.opening import check_loggers
 from training.process_settings import host_memory
 
@@ -89,20 +89,16 @@ def check_devices() -> bool:
 
 def check_schedule(config: Config) -> None:
     """Refuse schedules of a pipeline that an older torch has, and cannot run."""
-    key, schedule = "pipeline_parallel_schedule", config.parallelism.pipeline_parallel_schedule
-    release = torch_release()
-    if config.parallelism.pipeline_parallel_degree == 1 or schedule not in SPLIT_BACKWARD:
+    parallelism, key = config.parallelism, "parallelism.pipeline_parallel_schedule"
+    schedule = parallelism.pipeline_parallel_schedule
+    if parallelism.pipeline_parallel_degree == 1 or schedule not in SPLIT_BACKWARD:
         return
+    release = tuple(map(int, torch.__version__.split(".")[:2]))
+    fix = f'inside torch {torch.__version__}; install torch 2.13, or use "Interleaved1F1B"'
     if schedule == "ZBVZeroBubble" and release < (2, 12):
-        reason = f'fails inside torch {torch.__version__}; install torch 2.13, or use "Interleaved1F1B"'
-        refuse(f"parallelism.{key}", schedule, reason)
+        refuse(key, schedule, f"fails {fix}")
     if config.compile.enable and release < (2, 13):
-        reason = f"with compile.enable it fails inside torch {torch.__version__}; set that to false"
-        refuse(f"parallelism.{key}", schedule, f'{reason}, install torch 2.13, or use "Interleaved1F1B"')
-
-
-def torch_release() -> tuple[int, ...]:
-    return tuple(int(part) for part in torch.__version__.split(".")[:2])
+        refuse(key, schedule, f"with compile.enable it fails {fix}, or set that to false")
 
 
 def local_ranks() -> tuple[str, int]:
@@ -132,30 +128,31 @@ def check_memory(config: Config, num_variables: int, grid: Grid) -> None:
     memory = host_memory() + sum(torch.cuda.get_device_properties(gpu).total_memory for gpu in gpus)
     hosts = max(num_ranks() // local_ranks()[1], 1)
     model = build_model(config.model, num_variables, 0, grid.shape, grid.periodic)
-    key = "dim" if isinstance(model, TokenModel) else "width"
-    numbers = sum(parameter.numel() for parameter in model.parameters())
-    what = ("the parameters", 4 * numbers // hosts, memory)
-    _check_bytes(f"model.{key}", getattr(config.model, key), *what)
+    width = "dim" if isinstance(model, TokenModel) else "width"
+    parameters = 4 * sum(parameter.numel() for parameter in model.parameters()) // hosts
     batch = config.training.local_batch_size
     states = config.data.history + max(config.training.rollout_steps)  # inputs and targets
     fields = states * 4 * batch * num_variables * math.prod(grid.shape)
-    _check_bytes("training.local_batch_size", batch, "so many samples", fields, memory)
-
-
-def _check_bytes(key: str, value: int, what: str, needed: int, memory: int) -> None:
-    if needed > memory:
-        reason = f"{what} are {needed / 2**30:,.0f} GiB, and this machine has {memory / 2**30:,.0f}"
-        refuse(key, value, f"{reason}; take less, or more ranks on more machines")
+    for key, value, what, needed in (
+        (f"model.{width}", getattr(config.model, width), "the parameters", parameters),
+        ("training.local_batch_size", batch, "so many samples", fields),
+    ):
+        if needed > memory:
+            reason = f"{what} are {needed / GIB:,.0f} GiB, and this machine has {memory / GIB:,.0f}"
+            refuse(key, value, f"{reason}; take less, or more ranks on more machines")
 
 
 def check_model(config: Config, grid: Grid) -> None:
     """Check what depends on the grid of the data and on the model's layers. Raises ConfigError."""
-    check_tokens(config, grid)
     check_globe(config, grid)
     check_boundary(config.data.boundary_width, grid)
+    degree = config.parallelism.context_parallel_degree
     model = build_model(config.model, 1, 0, grid.shape, grid.periodic)
     if isinstance(model, GridModel):
-        choose_tiles(config.parallelism.context_parallel_degree, model.padded_shape, model.multiple)
+        choose_tiles(degree, model.padded_shape, model.multiple)
+    elif isinstance(model, TokenModel) and degree > model.num_tokens:
+        reason = f"a sample has {model.num_tokens} tokens; lower it, or model.patch_size"
+        refuse("parallelism.context_parallel_degree", degree, reason)
     elif config.float8.enable:
         float8_layers(model, config.parallelism.tensor_parallel_degree)
 
@@ -176,15 +173,6 @@ def check_boundary(width: int, grid: Grid) -> None:
         refuse("data.boundary_width", width, "the grid goes round the globe; set it to 0, or data.region")
     if 2 * width >= min(grid.shape):
         refuse("data.boundary_width", width, f"nothing is left of {list(grid.shape)} points; lower it")
-
-
-def check_tokens(config: Config, grid: Grid) -> None:
-    """ConfigError: a rank would have none of a sample's tokens."""
-    degree = config.parallelism.context_parallel_degree
-    tokens = math.prod(-(-n // size) for n, size in zip(grid.shape, config.model.patch_size, strict=True))
-    if registered(config.model.name).has_tokens and degree > tokens:
-        reason = f"a sample has {tokens} tokens; lower it, or model.patch_size"
-        refuse("parallelism.context_parallel_degree", degree, reason)
 
 
 # -- what the planner expects here

@@ -1,32 +1,25 @@
 """Seconds of a training step by class: computation, exposed communication, waits.
 
+Computation is a roofline by class of kernel: work over the rate that the class reaches on a device.
+
 A block computes while the next one's parameters are gathered and the last one's gradients are reduced; only
 what takes longer than the computation is exposed. Collectives of tensor and context parallelism are between
 operations and exposed whole, except the ring's.
 """
 
-import math
-from collections import defaultdict
+from collections import Counter, defaultdict
 from dataclasses import dataclass
 from statistics import NormalDist
 
+from planning import constants
 from planning.architecture import count, cut, padded
-from planning.calibration import Rates
-from planning.compute import (
-    Times,
-    attention_seconds,
-    block_seconds,
-    end_seconds,
-    field_seconds,
-    slower_in_a_model,
-    update_bytes,
-    update_seconds,
-)
-from planning.constants import BUCKET, CLIP_BYTES, DISPATCH, FLOAT32, NCCL_SLOWDOWN, NODE, SPREAD
-from planning.hardware import Cluster
-from planning.memory import shard_parameters, stage_shapes
+from planning.clusters import Cluster, Device
+from planning.constants import FLOAT32
+from planning.memory import shard_parameters, stage_shapes, unit_bytes
 from planning.network import Route, context_collectives, route, seconds, tensor_collectives
 from planning.workload import Workload
+
+Times = dict[str, float]  # class of kernel -> seconds
 
 
 @dataclass(frozen=True)
@@ -64,23 +57,21 @@ class StepTime:
 
 
 def step_time(work: Workload, cluster: Cluster) -> StepTime:
-    rates, through = cluster.rates, work.passes + work.forecasts / 2  # half of a pass is forward
+    device, through = cluster.device, work.passes + work.forecasts / 2  # half of a pass is forward
     axes = ("fsdp", "dp_replicate", "cp", "tp", "pp")
     routes = {axis: route(cluster, work.degrees, axis) for axis in axes}
-    slower = slower_in_a_model(rates, work.dtype)
-    blocks = [block_seconds(work, rates, backward) for backward in (False, True)]
-    in_block = [slower * sum(times.values()) for times in blocks]
-    inside = inner_communication(work, rates, routes)
+    blocks = [block_seconds(work, device, backward) for backward in (False, True)]
+    in_block = [sum(times.values()) for times in blocks]
+    inside = inner_communication(work, device, routes)
     sharding, in_all = sharding_communication(work, cluster, routes, in_block)
     hidden = max(in_all - sharding, 0.0)
     slowest = 1.0 if cluster.shared else spread(work.degrees.world)
-    computing = computing_seconds(work, rates, blocks, slower) | {
-        "update": update_term(work, cluster),
+    computing = computing_seconds(work, device, blocks) | {
+        "update": update_seconds(work, cluster),
         "slowed by collectives": slowed_seconds(work, cluster, routes, hidden),
     }
     communicating = {name: through * value for name, value in inside.items()} | {
         "exposed data parallel": sharding,
-        "exposed gathers of Muon": muon_gathers(work, routes),
     }
     waiting = {
         # Stages wait for the slowest rank of the one before, and all ranks for the one that computes longest.
@@ -95,30 +86,23 @@ def step_time(work: Workload, cluster: Cluster) -> StepTime:
     return StepTime(computing, communicating, waiting, work.global_batch, factor * hidden)
 
 
-def computing_seconds(work: Workload, rates: Rates, blocks: list[Times], slower: float) -> Times:
+def computing_seconds(work: Workload, device: Device, blocks: list[Times]) -> Times:
     """Seconds of all passes by class of kernel. `blocks`: those of one block, forward and backward."""
-    ends = [end_seconds(work, rates, backward) for backward in (False, True)]
+    ends = [end_seconds(work, device, backward) for backward in (False, True)]
     total = defaultdict(float)
-    for parts, number in ((blocks, slower * work.rank_layers), (ends, 1)):
+    for parts, number in ((blocks, work.rank_layers), (ends, 1)):
         for times, passes in zip(parts, (work.passes + work.forecasts, work.passes), strict=True):
             for name, value in times.items():
                 total[name] += number * passes * value
-    total["fields"] = field_seconds(work, rates) * work.accumulation
+    total["fields"] = field_seconds(work, device) * work.accumulation
     return total
-
-
-def update_term(work: Workload, cluster: Cluster) -> float:
-    """Seconds of the update, with cpu_offload through the host's memory, which the ranks of a node share."""
-    if not work.offload:
-        return update_seconds(work, cluster.rates)
-    ranks = min(cluster.devices_per_node, work.degrees.world)
-    return (update_bytes(work) + CLIP_BYTES * shard_parameters(work)) * ranks / cluster.host_bandwidth
 
 
 def slowed_seconds(work: Workload, cluster: Cluster, routes: dict[str, Route], hidden: float) -> float:
     """Seconds that computation is longer for `hidden` seconds of collectives at the same time."""
     ring = routes["fsdp" if work.uses_fsdp else "dp_replicate"].ring
-    return 0.0 if cluster.shared else NCCL_SLOWDOWN * ring.bandwidth / cluster.inside.bandwidth * hidden
+    slower = 0.0 if cluster.shared else constants.NCCL_SLOWDOWN
+    return slower * ring.bandwidth / cluster.inside.bandwidth * hidden
 
 
 def spread(devices: int) -> float:
@@ -129,7 +113,8 @@ def spread(devices: int) -> float:
     """
     if devices == 1:
         return 1.0
-    return 1 + SPREAD * (normal_maximum(devices) + normal_maximum(NODE)) / (2 * normal_maximum(NODE))
+    node = normal_maximum(constants.NODE)
+    return 1 + constants.SPREAD * (normal_maximum(devices) + node) / (2 * node)
 
 
 def normal_maximum(number: int) -> float:
@@ -142,23 +127,14 @@ def dispatch_seconds(work: Workload, cluster: Cluster, in_block: float) -> float
     if work.compiled or cluster.shared:
         return 0.0
     used = ["tensor"] * (work.degrees.tp > 1) + [work.method] * (work.degrees.cp > 1)
-    late = max([DISPATCH[name] for name in used], default=0.0) - in_block
+    late = max([constants.DISPATCH[name] for name in used], default=0.0) - in_block
     return max(late, 0.0) * (work.passes + work.forecasts) * work.rank_layers
-
-
-def muon_gathers(work: Workload, routes: dict[str, Route]) -> float:
-    """Every matrix of a block, whole on every rank, in the precision of its products."""
-    total = 0.0
-    for size in (work.itemsize * math.prod(shape) for shape in work.model.matrices):
-        over_fsdp = seconds("all-gather", size / work.degrees.tp, routes["fsdp"]) * work.uses_fsdp
-        total += over_fsdp + seconds("all-gather", size, routes["tp"])
-    return work.rank_layers * total * (work.optimizer == "Muon")
 
 
 # -- communication
 
 
-def inner_communication(work: Workload, rates: Rates, routes: dict[str, Route]) -> dict[str, float]:
+def inner_communication(work: Workload, device: Device, routes: dict[str, Route]) -> dict[str, float]:
     """Exposed seconds of one micro-batch by class."""
     again = 1.5 if work.ac_mode in ("full", "every_n_blocks") else 1.0  # which communicates forward again
     part = again * work.rank_layers / work.model.layers
@@ -168,7 +144,7 @@ def inner_communication(work: Workload, rates: Rates, routes: dict[str, Route]) 
     )
     hiding = 0.0
     if work.method == "ring":
-        attending = sum(attention_seconds(work, rates, backward) for backward in (False, True))
+        attending = sum(attention_seconds(work, device, backward) for backward in (False, True))
         hiding = work.rank_layers * attending * (1 - 1 / work.degrees.cp)
     return {
         "exposed tensor parallel": tensor,
@@ -217,7 +193,7 @@ def replica_communication(work: Workload, on: Route, backward: float) -> tuple[f
     if on.ranks == 1:
         return 0.0, 0.0
     size = FLOAT32 * sum(n * count(unit) for unit, n in stage_shapes(work, first=True, last=True))
-    buckets = max(round(size / BUCKET), 1)
+    buckets = max(round(size / constants.BUCKET), 1)
     bucket = seconds("all-reduce", size / buckets, on)
     exposed = bucket + max((buckets - 1) * bucket - backward * work.rank_layers, 0.0)
     gathered = seconds("all-gather", size, on) * work.zero1
@@ -234,3 +210,160 @@ def bubble(work: Workload, in_block: list[float], inside: float) -> float:
     idle = (1 / 3 if "ZeroBubble" in work.schedule else 1.0) / work.stages_of_rank
     training = work.accumulation * work.gradient_steps * (sum(in_block) * layers + inside) * idle
     return waiting * (training + work.forecasts * in_block[0] * layers)
+
+
+# -- computation of a block
+
+
+def block_seconds(work: Workload, device: Device, backward: bool) -> Times:
+    """One micro-batch through one block of this rank; of the backward, with what it computes again."""
+    times = linear_seconds(work, device, backward)
+    times["attention"] = attention_seconds(work, device, backward)
+    times["elementwise"] = elementwise_seconds(work, device, backward)
+    if backward:
+        times["recomputed"] = recomputed_seconds(work, device)
+    return times
+
+
+def rank_rows(work: Workload) -> int:
+    """Tokens that a matrix of this rank multiplies at once: those of all its tp ranks."""
+    return work.states_at_once * work.rank_tokens * work.degrees.tp
+
+
+def linear_seconds(work: Workload, device: Device, backward: bool) -> Times:
+    """In float8 the input is cast forward; backward the gradient is, and both are transposed."""
+    times, rows = defaultdict(float), rank_rows(work)
+    dtype = "float8" if work.float8 else work.dtype
+    for shape in cut(work.model.block, work.degrees.tp).values():
+        if len(shape) == 2:
+            outputs, inputs = shape
+            times["matmul"] += device.linear_seconds(rows, inputs, outputs, dtype, backward)
+            units = constants.FLOAT8_CAST * (outputs if backward else inputs)
+            units += constants.FLOAT8_TRANSPOSE * (inputs + outputs) * backward
+            size = work.float8 * work.itemsize * rows * units / constants.FLOAT8_BANDWIDTH
+            if size:
+                operation = "float8_backward" if backward else "float8"
+                times["float8 casts"] += device.elementwise_seconds(size, operation)
+    return times
+
+
+def attention_seconds(work: Workload, device: Device, backward: bool) -> float:
+    """Of a block, the mean of all; context parallelism shards heads, or queries: the same work."""
+    model, heads, seconds = work.model, max(work.model.heads // work.degrees.tp, 1), 0.0
+    blocks = Counter(model.window_tokens or (model.tokens,))
+    for size, number in blocks.items():
+        shape = (work.states_at_once * (model.tokens // size), heads, size, model.head_dim)
+        seconds += number * device.attention_seconds(*shape, work.dtype, backward, work.attention)
+    return seconds / blocks.total() / work.degrees.cp
+
+
+def elementwise_units(work: Workload, backward: bool) -> dict[str, float]:
+    """Operation -> units that it reads and writes in a block; compiled, neighbours are fused.
+
+    Gradients of biases are sums over tokens, backward.
+    """
+    hidden = work.model.mlp_dim / work.model.dim
+    activation, passes = constants.ACTIVATION_PASSES[backward]
+    units = constants.PASSES[work.compiled, backward] | {activation: passes * hidden}
+    if not work.compiled and work.itemsize < FLOAT32:
+        units["norm cast"] = constants.NORM_CASTS[backward]
+    return units | {"sum": (5 + hidden) * backward, "exchange": exchange_units(work, backward)}
+
+
+def exchange_units(work: Workload, backward: bool) -> float:
+    """Return the units that a pass copies or adds around its collectives.
+
+    DTensor gathers into the first dim and moves tokens to the second (torch's _maybe_view_chunk_cat), and
+    back before it scatters. ulysses stacks q, k and v, puts them and the output in the order of ranks, then
+    of tokens; all_gather does so with keys and values. The ring adds up its parts in float32. Windows that
+    cut rows are copied together, q, k, v and the output.
+    """
+    cp, tp = work.degrees.cp, work.degrees.tp
+    copied = 8.0 * tp * (tp > 1 and work.states_at_once > 1) + 8 * work.model.copied_fraction
+    if cp == 1:
+        return copied
+    keys = (work.model.qkv_features / work.model.dim - 1) / 2  # fewer than queries where these share them
+    if work.method == "ulysses":
+        return copied + (4 if work.compiled else 6) * (1 + 2 * keys) + 4
+    if work.method == "all_gather":
+        return copied + 4 * keys * (1 + cp)
+    merged = work.itemsize + 8 + 44 * keys if backward else work.itemsize + 24
+    return copied + cp * merged / work.itemsize
+
+
+def elementwise_seconds(work: Workload, device: Device, backward: bool) -> float:
+    """Each pass also casts weights: float32 ones are read and copies written, or gradients the other way
+    round; FSDP moves about as much, as it casts shards and copies what it gathered into place.
+    """
+    sizes = {name: unit_bytes(work) * units for name, units in elementwise_units(work, backward).items()}
+    if work.itemsize < FLOAT32 or work.uses_fsdp:
+        sizes["cast"] = (FLOAT32 + work.itemsize) * count(cut(work.model.block, work.degrees.tp))
+    return sum(device.elementwise_seconds(size, name) for name, size in sizes.items() if size)
+
+
+def recomputed_seconds(work: Workload, device: Device) -> float:
+    """Seconds of the part of the forward pass that activation checkpointing repeats in the backward pass."""
+    if work.ac_mode == "none":
+        return 0.0
+    again = elementwise_seconds(work, device, backward=False)
+    if work.ac_mode == "selective":
+        return again
+    again += sum(linear_seconds(work, device, False).values()) + attention_seconds(work, device, False)
+    if not work.compiled:  # recomputation stops before the last product of a segment
+        outputs, inputs = cut(work.model.block, work.degrees.tp)["mlp.down.weight"]
+        again -= device.linear_seconds(rank_rows(work), inputs, outputs, work.dtype, False) / work.segment
+    return again
+
+
+# -- the ends, the fields and the update
+
+
+def end_seconds(work: Workload, device: Device, backward: bool) -> Times:
+    """Patch embedding and head of one micro-batch, in half precision; no gradient goes into the patches."""
+    rows, shapes = rank_rows(work), cut(work.model.first | work.model.last, work.degrees.tp)
+    outputs, inputs = shapes["head.weight"]
+    matmul = device.linear_seconds(rows, inputs, outputs, work.dtype, backward)
+    if embedding := shapes.get("patch_embedding.weight"):
+        matmul += device.linear_seconds(rows, embedding[1], embedding[0], work.dtype, False)
+    return {"matmul": matmul}
+
+
+def field_seconds(work: Workload, device: Device) -> float:
+    """Fields of a micro-batch: normalised, cut, weighted, and their errors summed, in float32."""
+    values = work.local_batch * work.members * work.field_values * work.rollout_steps
+    newest, older = constants.FIELD_PASSES[work.compiled]
+    pairs = constants.PAIR_PASSES * work.members * (work.members > 1 and not work.compiled)
+    passes = newest + pairs + (work.history - 1) * older
+    return device.elementwise_seconds(FLOAT32 * passes * values) if values else 0.0
+
+
+def update_seconds(work: Workload, cluster: Cluster) -> float:
+    """With cpu_offload through the host's memory, which the ranks of a node share."""
+    if work.offload:
+        ranks = min(cluster.devices_per_node, work.degrees.world)
+        moved = update_bytes(work) + constants.CLIP_BYTES * shard_parameters(work)
+        return moved * ranks / cluster.host_bandwidth
+    device = cluster.device
+    owners, number = work.degrees.dp_replicate if work.zero1 else 1, shard_parameters(work)
+    kernels = device.elementwise_seconds(update_bytes(work) / owners)
+    rest = device.elementwise_seconds((constants.CLIP_BYTES + constants.AVERAGE_BYTES * work.ema) * number)
+    return kernels + rest + orthogonal_seconds(work, device) / owners
+
+
+def update_bytes(work: Workload) -> float:
+    """Read and written by a rank's optimiser."""
+    number, inside = shard_parameters(work), 0.0
+    if work.optimizer == "Muon":
+        inside = number * work.model.layers * work.model.matrix_parameters / work.model.parameters
+    return constants.UPDATE_BYTES[work.optimizer] * (number - inside) + constants.MUON_BYTES * inside
+
+
+def orthogonal_seconds(work: Workload, device: Device) -> float:
+    """Muon's products: every rank makes them of whole matrices, (m, n) with m <= n, of all its blocks."""
+    if work.optimizer != "Muon":
+        return 0.0
+    total = 0.0
+    for m, n in map(sorted, work.model.matrices):
+        for product in ((m, n, m), (m, m, m), (m, m, n)):
+            total += device.linear_seconds(*product, work.dtype, False)
+    return constants.ITERATIONS * work.rank_layers * total

@@ -5,9 +5,8 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
-from config import Config, Optimizer
+from config import Config
 from datasets.channels import Channels
-from datasets.options import PREFETCH
 from errors import ConfigError
 from models.registry import MODELS, registered
 from parallelisms.degrees import Degrees, num_stages, resolve_degrees
@@ -15,8 +14,6 @@ from planning.architecture import Architecture, architecture_of
 from training.due import Rollouts
 
 ITEMSIZE = {"float32": 4, "bfloat16": 2, "float16": 2}
-
-COPIES_AHEAD = 2  # batches that are on their way to a GPU: training/batches.py, which takes seconds to import
 
 
 @dataclass(frozen=True)
@@ -44,18 +41,25 @@ class Workload:
     pipeline_micro_batch: int = 1
     ema: bool = False
     optimizer: str = "AdamW"
-    state_itemsize: float = 8  # bytes of optimiser states a parameter: two moments
     history: int = 1  # states that the model sees
     rollout_steps: int = 1  # steps of the model, each from the last one's output: of the longest rollout
     members: int = 1  # states that a sample becomes for the model, those of an ensemble
     gradient_steps: int = 1  # of these, the last ones, that have a backward pass
-    asynchronous: bool = True  # checkpoints
-    batches_ahead: int = 0  # micro-batches that a loader has in the host's memory
-    copies_ahead: int = 0  # of these that are on their way to the device, or there already
+    copies_ahead: int = 0  # batches of the loader on their way to the device, or there already
 
     @property
     def itemsize(self) -> int:
         return ITEMSIZE[self.dtype]
+
+    @property
+    def state_itemsize(self) -> float:
+        """Bytes of optimiser states a parameter, on average: two moments, or one momentum, which Muon has of
+        blocks' matrices.
+        """
+        momentum, both, model = 4.0, 8.0, self.model
+        if self.optimizer == "Muon":
+            return both - (both - momentum) * model.layers * model.matrix_parameters / model.parameters
+        return momentum if self.optimizer in ("SGD", "LARS") else both
 
     @property
     def accumulation(self) -> int:
@@ -103,7 +107,7 @@ class Workload:
     @property
     def sample_flops(self) -> float:
         """Model FLOPs of a sample, forward and backward, in all steps of its rollout."""
-        return self.members * (self.rollout_steps + 2 * self.gradient_steps) * self.model.flops()
+        return self.members * (self.rollout_steps + 2 * self.gradient_steps) * self.model.flops
 
     def rolled_out(self, length: int, gradient_steps: int) -> "Workload":
         """Over `length` steps of the model, the last of which have gradients."""
@@ -164,6 +168,13 @@ class Workload:
     def uses_fsdp(self) -> bool:
         return self.degrees.uses_fsdp
 
+    @property
+    def uses_ddp(self) -> bool:
+        """True if DDP reduces gradients, in buckets that are always there: gradients of one pass are parts of
+        them, those of earlier passes are copied there in the last.
+        """
+        return self.degrees.dp_replicate > 1 and not self.uses_fsdp
+
     def replace(self, **changes: object) -> "Workload":
         return dataclasses.replace(self, **changes)  # type: ignore[arg-type]
 
@@ -205,13 +216,10 @@ def workload_of(config: Config, world: int, grid_shape: tuple[int, int], num_var
         pipeline_micro_batch=parallelism.pipeline_parallel_microbatch_size,
         ema=config.training.ema_decay > 0,
         optimizer=config.optimizer.name,
-        state_itemsize=state_bytes(config.optimizer, model),
         history=history,
         members=training.members,
         rollout_steps=rollouts.longest,
         gradient_steps=rollouts.with_gradients(rollouts.longest),
-        asynchronous=config.checkpoint.async_mode != "disabled",
-        batches_ahead=PREFETCH + 1 if config.data.num_workers else 1,
     )
 
 
@@ -241,11 +249,3 @@ def changed_settings(work: Workload, config: Config) -> dict[str, Any]:
     sections = dataclasses.asdict(config).items()
     configured = {f"{section}.{key}": value for section, keys in sections for key, value in keys.items()}
     return {key: value for key, value in wanted.items() if value != configured[key]}
-
-
-def state_bytes(optimizer: Optimizer, model: Architecture) -> float:
-    """Bytes a parameter, on average: two moments, or one momentum, which Muon has of blocks' matrices."""
-    momentum, both = 4.0, 8.0
-    if optimizer.name == "Muon":
-        return both - (both - momentum) * model.layers * model.matrix_parameters / model.parameters
-    return momentum if optimizer.name in ("SGD", "LARS") else both

@@ -1,41 +1,8 @@
-"""Closed forms, derived in the docs, that tests and benchmarks hold the program against."""
+"""Closed forms that tests hold the program against."""
 
 from models.unet import UNet
 from parallelisms.domain_parallel import GridTiles
 from parallelisms.halo_exchange import NO_RANK
-
-
-def stated_units(
-    mode: str,
-    mlp_ratio: float = 4.0,
-    *,
-    every_n_blocks: int = 1,
-    qk_norm: bool = False,
-    scores: float = 0.0,
-    float8: bool = False,
-) -> float:
-    """Units of T d that one block keeps between its forward and its backward pass; derived in the docs.
-
-    mlp_ratio: MLP hidden width / width d. scores: T / head size for the "math" kernel, which keeps T x T
-    numbers a head; 0 for the others. Left out: statistics of the norms (4 numbers a token) and the
-    log-sum-exp (1 a token and head).
-    """
-    tokens, norm, qkv, attention, projection = 1.0, 1.0, 3.0, 1.0, 1.0
-    if mode == "full":
-        return tokens
-    if mode == "every_n_blocks":
-        return tokens / every_n_blocks
-    if mode == "selective":
-        down = 1.0 if float8 else 0.0
-        return tokens + qkv + scores + attention + projection + mlp_ratio + down
-    if mode == "none":
-        normed = 3.0 if qk_norm else 0.0  # q, k, and the output once more, in the order of heads
-        middle = tokens  # the residual stream between attention and MLP
-        before = tokens + norm + qkv + normed + scores + attention
-        return before + middle + norm + 2 * mlp_ratio  # before and after GELU
-    raise ValueError(
-        f'activation_checkpoint.mode = "{mode}": what a block keeps is known for the other modes'
-    )
 
 
 def halo_traffic(model: UNet, tiles: GridTiles, batch_size: int, itemsize: int) -> tuple[int, int]:

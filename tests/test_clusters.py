@@ -1,43 +1,26 @@
 """Named machines: names, users' files, shared cores, and where each figure comes from."""
 
-import dataclasses
 import re
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from planning.clusters import MACHINES, load_cluster, read_machines
-from planning.hardware import Cluster
 
-NONE = Path("not-there.json")
 NAMES = list(read_machines(MACHINES))
-ONE_LINE = re.compile(r"[^\n]+")
 
 
-def load(name: str, *files: Path) -> Cluster:
-    return load_cluster(name, files, calibration=NONE)
-
-
-@pytest.fixture
-def write(tmp_path: Path) -> Callable[[str], Path]:
-    def write(text: str) -> Path:
-        path = tmp_path / "mine.toml"
-        path.write_text(text, encoding="utf-8")
-        return path
-
-    return write
-
-
-# -- names
+def write(folder: Path, text: str) -> list[Path]:
+    path = folder / "mine.toml"
+    path.write_text(text, encoding="utf-8")
+    return [path]
 
 
 def test_a_name_alone_is_a_node() -> None:
-    assert [load(name).devices for name in ("a100", "a100-40", "cpu")] == [8, 4, 2]
-    assert all(load(name).nodes == 1 for name in NAMES)
-    cluster = load("a100x64")
+    assert [load_cluster(name).devices for name in ("a100", "a100-40", "cpu")] == [8, 4, 2]
+    assert all(load_cluster(name).nodes == 1 for name in NAMES)
+    cluster = load_cluster("a100x64")
     assert (cluster.devices, cluster.nodes, cluster.with_devices(12).nodes) == (64, 8, 2)
-    assert cluster.with_devices(64) == cluster
     with pytest.raises(ValueError, match="give at least 1"):
         cluster.with_devices(0)
 
@@ -45,27 +28,22 @@ def test_a_name_alone_is_a_node() -> None:
 @pytest.mark.parametrize(
     ("name", "said"),
     [
-        ("h10x64", "did you mean 'h100'"),
-        ("A100x64", "did you mean 'a100'"),
+        ("h10x64", "did you mean h100?"),
         ("a100x0", "give at least 1"),
-        ("tpu", "give one of a100, a100-8hdr, a100-40, a100-80, h100, h200, b200, cpu, this"),
+        ("zz", "valid: a100, a100-8hdr, a100-40, a100-80, h100, h200, b200, cpu"),
         ("", "no such machine"),
-        ("this", "plan.py --calibrate"),
     ],
 )
 def test_unknown_names_end_in_one_line(name: str, said: str) -> None:
     with pytest.raises(ValueError, match=re.escape(said)) as error:
-        load(name)
-    assert ONE_LINE.fullmatch(str(error.value))
-
-
-# -- figures
+        load_cluster(name)
+    assert "\n" not in str(error.value)
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_machines_are_plausible(name: str) -> None:
     """Nothing measured lies above its peak, and what costs less per device is not the dearer kind."""
-    cluster = load(name)
+    cluster = load_cluster(name)
     device = cluster.device
     assert all(device.matmul[key] <= device.peak[key] for key in device.peak)
     assert set(device.matmul) == set(device.peak) >= {"bf16", "fp32"}
@@ -75,7 +53,6 @@ def test_machines_are_plausible(name: str) -> None:
     assert device.reserved < device.memory / 5
     assert cluster.spot < cluster.on_demand
     assert cluster.inside.latency <= cluster.between.latency
-    assert 1.0 <= cluster.pue < 2.0
 
 
 def test_every_figure_has_its_source() -> None:
@@ -87,44 +64,33 @@ def test_every_figure_has_its_source() -> None:
             assert "#" in line or above.startswith(("#", "attention_forward")), line
 
 
-# -- shared cores
-
-
 def test_ranks_divide_a_cpu() -> None:
-    one, two = load("cpu1"), load("cpu2")
+    one, two = load_cluster("cpu1"), load_cluster("cpu2")
     assert one.device.matmul["fp32"] == 2 * two.device.matmul["fp32"]
     assert one.device.memory == 2 * two.device.memory
     assert one.on_demand == 2 * two.on_demand
     assert one.device.reserved == two.device.reserved  # a process costs what it costs
-    assert load("cpu4").device == two.device  # on a second node
+    assert load_cluster("cpu4").device == two.device  # on a second node
     assert one.with_devices(2) == two
 
 
-# -- users' files
-
-
-def test_a_file_changes_a_machine(write: Callable[[str], Path]) -> None:
-    cluster = load("a100x64", write("[a100]\non_demand = 2\npeak = { bf16 = 300e12, fp32 = 150e12 }\n"))
-    assert (cluster.on_demand, cluster.device.peak["bf16"]) == (2, 300e12)
-    assert dataclasses.replace(cluster, on_demand=3.5, device=load("a100x64").device) == load("a100x64")
-
-
-def test_a_file_adds_a_machine(write: Callable[[str], Path]) -> None:
-    path = write('[juwels]\nlike = "a100-40"\nbetween = { latency = 1e-5, bandwidth = 80e9 }\n')
-    cluster = load("juwelsx32", path)
+def test_files_change_machines_and_add_some(tmp_path: Path) -> None:
+    changed = "[a100]\non_demand = 2\npeak = { bf16 = 300e12, fp32 = 150e12 }\n"
+    cluster = load_cluster("a100x64", write(tmp_path, changed))
+    assert (cluster.on_demand, cluster.device.peak["bf16"], cluster.spot) == (2, 300e12, 1.23)
+    added = '[juwels]\nlike = "a100-40"\nbetween = { latency = 1e-5, bandwidth = 80e9 }\n'
+    cluster = load_cluster("juwelsx32", write(tmp_path, added))
     assert (cluster.nodes, cluster.between.bandwidth) == (8, 80e9)
-    assert cluster.device.memory == load("a100-40").device.memory
+    assert cluster.device.memory == load_cluster("a100-40").device.memory
 
 
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("[a100]\nprice = 3\n", "a100.price = 3: no such key"),
-        ("[a100]\non_demnd = 3\n", "did you mean on_demand?"),
+        ("[a100]\non_demnd = 3\n", "a100.on_demnd = 3: no such key; did you mean on_demand?"),
         ("[a100]\nmemory = -1\n", "a100.memory = -1: give a positive number"),
         ("[a100]\nmemory = inf\n", "give a positive number"),
         ("[a100]\npeak = { bf15 = 1e12 }\n", "a table of positive numbers with the keys bf16, fp32"),
-        ("[a100]\nmatmul = { fp32 = 1e12 }\n", "with the keys bf16, fp32"),
         ("[a100]\ninside = { latency = 1e-6 }\n", "with the keys latency, bandwidth"),
         ("[a100]\nknown_as = 3\n", "give a list"),
         ('[mine]\nlike = "a10"\n', "mine.like = 'a10': no such machine"),
@@ -133,8 +99,7 @@ def test_a_file_adds_a_machine(write: Callable[[str], Path]) -> None:
         ("[a100\n", "give a TOML file"),
     ],
 )
-def test_wrong_files_end_in_one_line(write: Callable[[str], Path], text: str, said: str) -> None:
+def test_wrong_files_end_in_one_line(tmp_path: Path, text: str, said: str) -> None:
     with pytest.raises(ValueError, match=re.escape(said)) as error:
-        load("a100", write(text))
-    assert ONE_LINE.fullmatch(str(error.value))
-    assert str(error.value).startswith("--clusters ")
+        load_cluster("a100", write(tmp_path, text))
+    assert "\n" not in str(error.value) and str(error.value).startswith("--clusters ")

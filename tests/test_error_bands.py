@@ -5,23 +5,16 @@ from functools import cache
 
 import pytest
 
-from benchmarks.planner_published import (
-    bands,
-    bands_toml,
-    judged_runs,
-    language_model,
-    peaks_table,
-)
+from benchmarks.planner_published import KINDS, bands, bands_toml, judged_runs, peaks_table
+from config import Model
 from parallelisms.degrees import Degrees
-from planning.architecture import vit_architecture
+from planning.architecture import architecture_of
 from planning.clusters import load_cluster
-from planning.known_runs import ANCHORED, BANDS, CALIBRATED, KINDS, band_line, band_of, error_bands, kind_of
+from planning.known_runs import ANCHORED, BANDS, band_line, band_of, error_bands, kind_of
 from planning.workload import Workload
 from tests.test_plan import plan
 
-VIT = vit_architecture((1024, 2048), (16, 32), 17, 17, 1536, 48, 24)
-WORDS = language_model(4096, 1536, 48, 24, 6144, vocabulary=32_000)
-A100, H100 = load_cluster("a100x8"), load_cluster("h100x8")
+VIT = architecture_of(Model("vit", (16, 32), 1536, 48, 24), (1024, 2048), 17, 17)
 
 
 @cache
@@ -44,8 +37,8 @@ def test_bands_are_those_of_the_published_runs():
     """The committed file is what the benchmark writes: four of five runs inside, 1.6 times wide."""
     assert BANDS.read_text(encoding="utf-8") == bands_toml(rows())
     assert error_bands() == bands(rows())
-    named = {*KINDS, *(ANCHORED + kind for kind in KINDS), CALIBRATED}
-    assert {"data parallel", "tensor parallel", CALIBRATED} <= set(error_bands()) <= named
+    named = {*KINDS, *(ANCHORED + kind for kind in KINDS)}
+    assert {"data parallel", "tensor parallel"} <= set(error_bands()) <= named
     for kind, made in error_bands().items():
         assert made.runs >= 5 and made.fastest <= made.median <= made.slowest <= 1.6 * made.fastest
         factors = [1 + row["error"] for row in rows() if row["kind"] == f"{kind}, PyTorch"]
@@ -54,21 +47,20 @@ def test_bands_are_those_of_the_published_runs():
 
 
 @pytest.mark.parametrize(
-    ("model", "cluster", "degrees", "kind"),
+    ("cluster", "degrees", "kind"),
     [
-        (VIT, A100, Degrees(dp_shard=8), "data parallel"),
-        (WORDS, H100, Degrees(dp_replicate=8), "data parallel"),
-        (VIT, H100, Degrees(dp_shard=4, tp=2), "tensor parallel"),
-        (VIT, A100, Degrees(cp=8), "context parallel"),
-        (WORDS, H100, Degrees(pp=4, tp=2), "pipeline"),
-        (VIT, load_cluster("cpu2"), Degrees(dp_shard=2), "data parallel"),
+        ("a100x8", Degrees(dp_shard=8), "data parallel"),
+        ("h100x8", Degrees(dp_shard=4, tp=2), "tensor parallel"),
+        ("a100x8", Degrees(cp=8), "context parallel"),
+        ("h100x8", Degrees(pp=4, tp=2), "pipeline"),
+        ("cpu2", Degrees(dp_shard=2), "data parallel"),
     ],
 )
-def test_kinds(model, cluster, degrees, kind):
-    work = Workload(model, degrees, 1, degrees.dp)
-    assert kind_of(work, cluster) == kind
-    found, line = band_of(work, cluster), band_line(work, cluster)
-    if cluster.shared or kind not in error_bands():
+def test_kinds(cluster, degrees, kind):
+    work, machine = Workload(VIT, degrees, 1, degrees.dp), load_cluster(cluster)
+    assert kind_of(work, machine) == kind
+    found, line = band_of(work, machine), band_line(work, machine)
+    if machine.shared or kind not in error_bands():
         assert found is None and "no run of this kind is known" in line
         return
     assert found and found == error_bands()[kind] and f"{found.runs}, {kind}" in line
@@ -80,10 +72,9 @@ def test_predicted_times_have_their_bands():
     text = plan("--cluster", "a100x64", "--layout", "auto")
     assert "band s" in text and "band: four of five" in text and ", data parallel)" in text
     rows = [line for line in text.splitlines() if re.match(r" +\d+ (dp_|pp )", line)]
-    assert len(rows) == 10 and all(
-        bool(re.search(r"\d\.\d-\d+\.\d", line)) == (" cp " not in line and "pp " not in line)
-        for line in rows
-    )
+    assert len(rows) == 10
+    for line in rows:
+        assert bool(re.search(r"\d\.\d-\d+\.\d", line)) == (" cp " not in line and "pp " not in line)
 
 
 def test_peaks_of_torchtitan_are_not_planned_too_small():

@@ -234,7 +234,6 @@ def test_no_folder_is_crowded() -> None:
 BACKWARD = {
     "parallelisms/parallelize.py",
     "planning/dry_run.py",
-    "planning/calibration.py",
     "benchmarks/gpu.py",
     "benchmarks/saved_activations.py",
     "benchmarks/step_time.py",

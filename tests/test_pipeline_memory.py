@@ -10,6 +10,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.pipelining import PipelineStage
 
 from benchmarks.layout_parity import layout_workload
+from parallelisms.pipeline import TimedStage
 from planning.collectives import Collective, Recorder
 from planning.memory import gathered_bytes, message_bytes, pipeline_gradient_bytes
 from tests.parity import Layout, SmallRun, pp
@@ -44,9 +45,11 @@ def buffer_bytes(stage: PipelineStage) -> int:
     return sum(buffer.nbytes for buffer in buffers if buffer is not None)
 
 
-def keep_and_reduce(layout: Layout) -> tuple[list[tuple[int, int]], dict[Collective, int], int]:
-    """Unsharded bytes of each of this rank's stages before their reduction, a step's collectives, and bytes
-    of the buffers for messages. No output of a micro-batch outlives the step: it would keep a graph.
+def keep_and_reduce(layout: Layout) -> tuple[list[tuple[int, int]], dict[Collective, int], int, int]:
+    """Unsharded bytes of each of this rank's stages before their reduction, a step's collectives, bytes of
+    the buffers for messages, and the most micro-batches with activations in its stages.
+
+    No output of a micro-batch outlives the step: it would keep a graph.
     """
     # Since torch 2.15 schedules that interleave start all reductions before they wait for one.
     starts = hasattr(PipelineStage, "start_gradient_reduction")
@@ -57,14 +60,31 @@ def keep_and_reduce(layout: Layout) -> tuple[list[tuple[int, int]], dict[Collect
         found.append(unsharded_bytes(stage.submod))
         reduce(stage, *factor)
 
+    alive, most = 0, 0
+    forward, backward = TimedStage.forward_one_chunk, TimedStage.backward_one_chunk
+
+    def begins(stage: TimedStage, *args: Any, **kwargs: Any) -> Any:
+        nonlocal alive, most
+        alive, most = alive + 1, max(most, alive + 1)
+        return forward(stage, *args, **kwargs)
+
+    def ends(stage: TimedStage, *args: Any, **kwargs: Any) -> Any:
+        nonlocal alive
+        alive -= 1
+        return backward(stage, *args, **kwargs)
+
     run.step(0)
     run.watch = record = Recorder(run.mesh)
-    with patch.object(PipelineStage, name, counted):
+    with (
+        patch.object(PipelineStage, name, counted),
+        patch.object(TimedStage, "forward_one_chunk", begins),
+        patch.object(TimedStage, "backward_one_chunk", ends),
+    ):
         run.step(1)
     assert run.model.pipeline
     assert all(unsharded_bytes(stage.submod) == (0, 0) for stage in run.model.pipeline.stages)
     assert not any(stage.output_chunks for stage in run.model.pipeline.stages)
-    return found, dict(record.calls), sum(map(buffer_bytes, run.model.pipeline.stages))
+    return found, dict(record.calls), sum(map(buffer_bytes, run.model.pipeline.stages)), most
 
 
 @pytest.mark.parametrize("dtype", ("float32", "bfloat16"))
@@ -80,11 +100,13 @@ def test_a_stage_stays_unsharded_to_its_last_micro_batch(ranks, schedule: str, d
         planned = [(True, True), (False, False)]
     else:
         planned = [(True, False), (False, True)]
-    for (stages, calls, buffers), ends in zip((found[0], found[2]), planned, strict=True):
+    for (stages, calls, buffers, in_flight), ends in zip((found[0], found[2]), planned, strict=True):
         parameters, gradients = (sum(sizes) for sizes in zip(*stages, strict=True))
         assert parameters == gathered_bytes(work, *ends, blocks=1)
         planned_gradients = pipeline_gradient_bytes(work, *ends)
         assert gradients <= planned_gradients
+        if "ZeroBubble" not in schedule:
+            assert in_flight == work.in_flight(first=ends[0]) * work.stages_of_rank
         if "ZeroBubble" not in schedule or dtype == "float32":  # torch 2.15 keeps less than 2.13 there
             assert gradients >= (1 if ends != (True, True) else 0.8) * planned_gradients
         assert buffers in (0, message_bytes(work, *ends))  # torch 2.15 receives into new memory

@@ -30,21 +30,17 @@ def figures(*options: str) -> dict:
 
 
 def test_rollout_steps_reach_memory_time_and_cost():
-    one, four_steps = ("--training.local_batch_size", "1"), ("--training.rollout_steps", "[4]")
-    once, four = figures(*one), figures(*one, *four_steps)
+    """Stages of 1 and of 4 steps, half of the run each: the plan is of the longest, and the cost of both."""
+    one = ("--training.local_batch_size", "1")
+    once, staged, four = (figures(*one, "--training.rollout_steps", n) for n in ("[1]", "[1, 4]", "[4]"))
     assert 4.5 < four["step_seconds"] / once["step_seconds"] < 5.5
     assert four["model_flops_per_sample"] == 4 * once["model_flops_per_sample"]
     assert four["memory"]["activations"] == once["memory"]["activations"]
-    assert four["memory"]["fields"] > once["memory"]["fields"]
-    assert four["hidden_seconds"] > 2 * once["hidden_seconds"]
-    staged = figures(*one, "--training.rollout_steps", "[1, 4]")  # the plan of the longest, half of the run
     assert staged["step_seconds"] == four["step_seconds"]
     dollars = [made["cost"]["fleets"]["on demand"]["dollars"] for made in (once, staged, four)]
-    assert dollars[2] > 4.5 * dollars[0]
     assert dollars[1] == pytest.approx((dollars[0] + dollars[2]) / 2, rel=1e-2)
-    pushed = (*one, *four_steps, "--training.rollout_gradient_steps", "1")
-    text = plan("--cluster", "a100x64", *pushed)
-    assert "rolled out over 4 steps, gradients through 1" in text
+    pushed = ("--training.rollout_steps", "[4]", "--training.rollout_gradient_steps", "1")
+    assert "rolled out over 4 steps, gradients through 1" in plan("--cluster", "a100x64", *one, *pushed)
 
 
 def test_the_options_of_a_layout_replace_what_the_configuration_has():
@@ -62,16 +58,6 @@ def test_the_options_of_a_layout_replace_what_the_configuration_has():
     assert again == best.work.replace(**same) and best.work.degrees.pp == 1
 
 
-def test_nodes_and_storage_are_printed():
-    """64 GPUs in nodes of 8, 5 GB/s each; two states of 17 x 1024 x 2048 float32 a sample."""
-    made, text = figures(), plan("--cluster", "a100x64")
-    assert made["nodes"] == 8 and "64 x a100 in 8 nodes" in text
-    assert made["storage_bytes_per_second"] == 8 * 5e9
-    per_sample = 2 * 17 * 1024 * 2048 * 4
-    assert made["read_bytes_per_second"] == pytest.approx(made["samples_per_second"] * per_sample)
-    assert re.search(r"data to be read: [\d.]+ GB/s a node, of 5\.00; [\d.]+ cores", text)
-
-
 @pytest.mark.parametrize(
     "options",
     [
@@ -82,11 +68,10 @@ def test_nodes_and_storage_are_printed():
 )
 def test_what_is_next_to_try_gives_the_step_that_it_names(options):
     text = plan("--cluster", "a100x64", *options)
-    found = re.search(
-        r"^next +(\S+) = (\S+): ([\d.]+) s a step \(-[\d.]+%\), ([\d.]+) GiB", text, re.MULTILINE
-    )
+    pattern = r"^next +--(\S+) (\S+): ([\d.]+) s a step \(-[\d.]+%\), ([\d.]+) GiB"
+    found = re.search(pattern, text, re.MULTILINE)
     assert found, text
-    changed = figures(*options, f"--{found[1]}", found[2].strip('"'))
+    changed = figures(*options, f"--{found[1]}", found[2])
     assert changed["step_seconds"] == pytest.approx(float(found[3]), abs=1e-3)
     assert changed["memory"]["peak"] / 2**30 == pytest.approx(float(found[4]), abs=0.01)
     assert "no single setting makes it 2% faster" in plan("--cluster", "a100x64")
@@ -96,24 +81,29 @@ def test_advice_keeps_the_global_batch():
     """With -1 a smaller local batch, or fewer data-parallel ranks, made the global one smaller."""
     asked = ("--training.global_batch_size", "-1", "--parallelism.data_parallel_shard_degree", "4")
     text = plan("--cluster", "a100-40x4", *asked, code=1)
-    changes = re.findall(r"^  (\S+ = .*): ([\d.]+) of [\d.]+ GiB", text, re.MULTILINE)
+    changes = re.findall(r"^  (--.*): ([\d.]+) of [\d.]+ GiB", text, re.MULTILINE)
     assert len(changes) == 3
     for settings, peak in changes:
-        words = [f"--{word.replace(' = ', '=')}" for word in settings.split(", ")]
-        made = json.loads(plan("--cluster", "a100-40x4", "--json", *asked, *words))
+        made = json.loads(plan("--cluster", "a100-40x4", "--json", *asked, *settings.split()))
         assert made["global_batch_size"] == 16
         assert made["memory"]["peak"] / 2**30 == pytest.approx(float(peak), abs=0.01)
 
 
 def test_days_and_dollars_are_ranges_of_known_runs():
-    """From the fastest to the slowest, and for a machine of which no run is known, as planned."""
+    """From the fastest to the slowest, and for a machine of which no run is known, as planned; and what 8
+    nodes read, with 5 GB/s each.
+    """
     made, text = figures(), plan("--cluster", "a100x64")
+    assert "64 x a100 in 8 nodes" in text and made["storage_bytes_per_second"] == 8 * 5e9
+    per_sample = 2 * 17 * 1024 * 2048 * 4  # two states in float32
+    assert made["read_bytes_per_second"] == pytest.approx(made["samples_per_second"] * per_sample)
+    assert re.search(r"data to be read: [\d.]+ GB/s a node, of 5\.00$", text)
     planned, ends = made["cost"]["fleets"]["on demand"], made["cost_band"]
     low, high = (end["fleets"]["on demand"] for end in ends)
     band, step = made["step_seconds_band"], made["step_seconds"]
     assert low["hours"] / planned["hours"] == pytest.approx(band[0] / step, rel=0.02)
     assert high["hours"] / planned["hours"] == pytest.approx(band[1] / step, rel=0.05)  # and more is lost
-    assert made["steps"] == 5697 and made["dollars_an_hour"]["on demand"] == 224.0
+    assert made["steps"] == 5697 and planned["dollars"] == pytest.approx(224 * planned["hours"])
     assert f"{low['hours'] / 24:,.2f} to {high['hours'] / 24:,.2f} days for 5,697 steps" in text
     assert f"dollars  on demand: {low['dollars']:,.0f} to {high['dollars']:,.0f}; 1 on demand" in text
     assert re.search(r"^time +[\d.]+ hours for", plan("--cluster", "cpu2", config="demo"), re.MULTILINE)
@@ -128,18 +118,18 @@ def test_an_anchor_scales_layouts_of_its_kind(tmp_path):
     lines = [json.dumps({"step": n, "step_seconds": each}) for n, each in enumerate(seconds)]
     (tmp_path / "metrics.jsonl").write_text("\n".join([*lines, '{"step": 5, "val/loss": 1}']) + "\n")
     tensor = ("--parallelism.tensor_parallel_degree", "2")
-    before, after = (figures(*extra) for extra in ((), ("--anchor", str(tmp_path))))
+    after = figures("--anchor", str(tmp_path))
     assert after["step_seconds"] == pytest.approx(50.0)
     low, high = after["step_seconds_band"]
     assert low < 50.0 < high < 1.4 * low
-    scaled = sum(after["classes"].values()) / sum(before["classes"].values())
-    assert scaled == pytest.approx(50.0 / before["step_seconds"])
+    assert sum(after["classes"].values()) == pytest.approx(50.0)
     assert figures(*tensor)["step_seconds"] == figures(*tensor, "--anchor", str(tmp_path))["step_seconds"]
     (tmp_path / "status.json").unlink()
     assert "status.json" in plan("--cluster", "a100x64", "--anchor", str(tmp_path), code=2)
 
 
-def test_help_fits_a_screen_before_the_keys():
+def test_help_fits_a_screen_and_a_cluster_has_to_be_named():
+    assert "--cluster a100x64" in plan(code=2) and "no such machine" in plan("--cluster", "a10x64", code=2)
     done = run_plan("--help")
     assert done.returncode == 0 and done.stdout.splitlines().index("[job]") <= 40
 

@@ -2,7 +2,7 @@
 
 import re
 import subprocess
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -50,29 +50,19 @@ def test_a_sound_machine_passes(tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert not (tmp_path / "run").exists()  # it leaves nothing
 
 
-def unreadable(folder: Path) -> None:
-    for file in next(folder.glob("*.zarr")).rglob(".z*"):
-        file.write_text("{")
-
-
-def nothing(folder: Path) -> None:
-    return
-
-
 @pytest.mark.parametrize(
-    ("spoil", "options", "found"),
+    ("options", "found"),
     [
-        (nothing, ["--job.dump_folder", "/proc/run"], "job.dump_folder = '/proc/run'"),
-        (nothing, ["--data.path", "/nowhere/era5.zarr"], "/nowhere/era5.zarr"),
-        (unreadable, [], "wb.zarr"),
+        (["--job.dump_folder", "/proc/run"], "job.dump_folder = '/proc/run'"),
+        (["--data.path", "/nowhere/era5.zarr"], "/nowhere/era5.zarr"),
+        ([], "wb.zarr"),
     ],
     ids=["folder", "path", "store"],
 )
-def test_a_fault_is_named(
-    spoil: Callable[[Path], None], options: list[str], found: str, tmp_path: Path
-) -> None:
+def test_a_fault_is_named(options: list[str], found: str, tmp_path: Path) -> None:
     config = config_in(tmp_path, *options)
-    spoil(tmp_path)
+    for file in next(tmp_path.glob("*.zarr")).rglob(".z*"):
+        file.write_text("{")
     with pytest.raises((ConfigError, DataError), match=re.escape(found)):
         open_checked(config)
 

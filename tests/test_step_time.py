@@ -1,35 +1,41 @@
 """Seconds of a step, each term against a sum done by hand."""
 
 import itertools
-import statistics
 
-import numpy as np
 import pytest
 
+from config import Model
 from parallelisms.degrees import Degrees
-from planning.architecture import count, vit_architecture
+from planning.architecture import Architecture, architecture_of, count
 from planning.clusters import load_cluster
-from planning.compute import (
+from planning.constants import ORDINARY
+from planning.memory import field_bytes, memory, unit_bytes
+from planning.search import best_layouts, candidates, changes, changes_that_fit, check_device, fitting
+from planning.step_time import (
     elementwise_seconds,
     elementwise_units,
     exchange_units,
+    normal_maximum,
+    spread,
+    step_time,
     update_bytes,
 )
-from planning.constants import ORDINARY
-from planning.memory import field_bytes, memory, unit_bytes
-from planning.network import route
-from planning.search import best_layouts, candidates, changes, changes_that_fit, check_device, fitting
-from planning.step_time import normal_maximum, spread, step_time
 from planning.workload import Workload
 
-MODEL = vit_architecture((1024, 2048), (16, 32), 17, 17, 1536, 48, 24)  # mission.md, section 2
+
+def vit(dim: int, heads: int) -> Architecture:
+    """Return a ViT of 48 blocks on 4,096 tokens."""
+    return architecture_of(Model("vit", (16, 32), dim, 48, heads), (1024, 2048), 17, 17)
+
+
+MODEL = vit(1536, 24)  # mission.md, section 2
 VALUES = 17 * 1024 * 2048
 WORK = Workload(MODEL, Degrees(dp_shard=64), 4, 1024, field_values=VALUES, input_values=VALUES)
 A100 = load_cluster("a100x64")
 
 
 def test_updates_by_hand():
-    """Bytes of LAMB and SGD over AdamW's; Muon's products and gathers of 48 blocks of 12 D^2 weights."""
+    """Bytes of LAMB and SGD over AdamW's; Muon's products of 48 blocks of 12 D^2 weights."""
     update = {n: step_time(WORK.replace(optimizer=n), A100) for n in ("AdamW", "LAMB", "SGD", "LARS", "Muon")}
     assert update_bytes(WORK.replace(optimizer="LAMB")) / update_bytes(WORK) == pytest.approx(60 / 28)
     times = [update[name].classes["update"] for name in ("AdamW", "SGD", "LARS", "LAMB")]
@@ -38,24 +44,16 @@ def test_updates_by_hand():
     d = MODEL.dim
     flops = 5 * 48 * sum(2 * (2 * d**2 * n * d + d**3) for n in (3, 1, 4, 4))
     written = 5 * 48 * sum(2 * (2 + n) * d**2 for n in (3, 1, 4, 4))  # two of m x m, one of m x n
-    rate = ORDINARY * A100.rates.matmul["bf16"]
+    rate = ORDINARY * A100.device.matmul["bf16"]
     more = update["Muon"].classes["update"] - update["AdamW"].classes["update"]
-    assert more == pytest.approx(flops / rate + written / A100.rates.bandwidth, rel=0.02)
-    ring = route(A100, WORK.degrees, "fsdp").ring
-    sent = 63 / 64 * 2 * 48 * 12 * d**2 / ring.bandwidth
-    gathers = update["Muon"].classes["exposed gathers of Muon"]
-    assert gathers == pytest.approx(sent + 48 * 4 * 63 * ring.latency)
+    assert more == pytest.approx(flops / rate + written / A100.device.bandwidth, rel=0.02)
 
 
-# -- rollouts
-
-
-@pytest.mark.parametrize("cluster", ["a100x64", "h100x64"])
 @pytest.mark.parametrize("changes", [{}, {"ac_mode": "full"}, {"compiled": True}])
-def test_a_rollout_takes_its_steps(cluster, changes):
+def test_a_rollout_takes_its_steps(changes):
     """Four times forward and backward, and three forward passes for the states in between."""
     works = [WORK.replace(**changes), WORK.replace(**changes).rolled_out(4, 4)]
-    once, four = (step_time(work, load_cluster(cluster)) for work in works)
+    once, four = (step_time(work, A100) for work in works)
     assert 4.5 < four.total / once.total < 5.2
     assert four.classes["update"] == pytest.approx(once.classes["update"])  # one update, whatever the rollout
     assert four.hidden > once.hidden
@@ -64,7 +62,7 @@ def test_a_rollout_takes_its_steps(cluster, changes):
 
 def test_a_rollout_keeps_states_and_no_activations():
     four, five, pushed = WORK.rolled_out(4, 4), WORK.rolled_out(5, 5), WORK.rolled_out(4, 1)
-    assert (four.sample_flops, pushed.sample_flops) == (12 * MODEL.flops(), 6 * MODEL.flops())
+    assert (four.sample_flops, pushed.sample_flops) == (12 * MODEL.flops, 6 * MODEL.flops)
     # A start and four truths of float32, the states of four steps and a gradient, and token shards of an
     # input, a truth, weights and a gradient, for 4 samples. One step more: another truth, another state.
     assert field_bytes(four) == pytest.approx(4 * 4 * (5 + 4 + 1 + 4) * VALUES)
@@ -79,9 +77,6 @@ def test_a_pipeline_waits_for_the_states_of_a_rollout():
     assert any(p.work.degrees.pp > 1 for p in best_layouts(work.rolled_out(4, 4), A100, 100))
 
 
-# -- cpu_offload
-
-
 def test_states_on_the_host_cost_its_memory_and_the_link():
     """40 bytes a parameter of 1.386 B through 328 GB/s of each of 8 nodes, and shards over PCIe."""
     there, here = (step_time(WORK.replace(offload=on, global_batch=256), A100) for on in (True, False))
@@ -93,16 +88,16 @@ def test_states_on_the_host_cost_its_memory_and_the_link():
 
 def test_offload_is_advised_last():
     """39 B on 8 A100: over many micro-batches the host's update is cheap, and still it is last."""
-    cluster, model = load_cluster("a100x8"), vit_architecture((1024, 2048), (16, 32), 17, 17, 8192, 48, 64)
+    cluster, model = load_cluster("a100x8"), vit(8192, 64)
     large = WORK.replace(model=model, degrees=Degrees(dp_shard=8), local_batch=1, ac_mode="full")
     cheapest = min(fitting(changes(large, cluster)), key=lambda change: change[1].device_seconds)
-    assert cheapest[0] == "parallelism.cpu_offload = true"
+    assert cheapest[0] == {"offload"}
     found = changes_that_fit(large, cluster)
-    assert [made.work.offload for _, made in found] == [False, False, True]
+    assert [made.work.offload for made in found] == [False, False, True]
     # The memory of a host is not endless: 16 B a parameter of 30 B are 480 GB; a Perlmutter node has 256.
-    model = vit_architecture((1024, 2048), (16, 32), 17, 17, 7168, 48, 56)
+    model = vit(7168, 56)
     work = WORK.replace(model=model, degrees=Degrees(dp_shard=4), local_batch=1, global_batch=4)
-    assert all(not made.work.offload for _, made in changes_that_fit(work, load_cluster("a100-40x4")))
+    assert all(not made.work.offload for made in changes_that_fit(work, load_cluster("a100-40x4")))
 
 
 def test_a_search_offers_no_pipeline_that_has_too_few_micro_batches():
@@ -110,9 +105,6 @@ def test_a_search_offers_no_pipeline_that_has_too_few_micro_batches():
     work = WORK.replace(global_batch=4, local_batch=1, degrees=Degrees(dp_shard=4))
     pipelines = [c for c in candidates(work, load_cluster("a100x8").with_devices(4)) if c.degrees.pp > 1]
     assert pipelines and all(each.micro_batches >= each.degrees.pp for each in pipelines)
-
-
-# -- kernels
 
 
 def test_uncompiled_norms_are_cast_on_a_gpu():
@@ -125,17 +117,13 @@ def test_uncompiled_norms_are_cast_on_a_gpu():
 
 
 def test_hoppers_own_kernels_are_planned_but_for_flash_attention_2():
-    work, h100, names = (
-        WORK.replace(compiled=True),
-        load_cluster("h100x64"),
-        ("sdpa", "flash", "cudnn", "auto"),
-    )
-    times = {n: step_time(work.replace(attention=n), h100).classes["attention"] for n in names}
+    def seconds(cluster: str) -> dict[str, float]:
+        names, machine = ("sdpa", "flash", "cudnn", "auto"), load_cluster(cluster)
+        return {n: step_time(WORK.replace(attention=n), machine).classes["attention"] for n in names}
+
+    times = seconds("h100x64")
     assert times["flash"] > 1.2 * times["cudnn"] and times["sdpa"] == times["cudnn"] == times["auto"]
-    assert len({step_time(work.replace(attention=n), A100).classes["attention"] for n in names}) == 1
-
-
-# -- what collectives cost beside their bytes
+    assert len(set(seconds("a100x64").values())) == 1
 
 
 @pytest.mark.parametrize("backward", [False, True])
@@ -157,10 +145,8 @@ def test_exchanges_are_put_in_order(backward):
 
 def test_a_rank_of_more_stages_waits_less():
     work = WORK.replace(degrees=Degrees(pp=4, dp_shard=16), local_batch=64, global_batch=1024)
-    schedules = ("1F1B", "Interleaved1F1B", "InterleavedZeroBubble")
-    first, second, third = (
-        step_time(work.replace(schedule=each), A100).classes["bubble"] for each in schedules
-    )
+    names = ("1F1B", "Interleaved1F1B", "InterleavedZeroBubble")
+    first, second, third = (step_time(work.replace(schedule=n), A100).classes["bubble"] for n in names)
     assert (second, third) == (pytest.approx(first / 2), pytest.approx(first / 6))
 
 
@@ -172,19 +158,13 @@ def test_uncompiled_tensor_parallelism_takes_as_long_as_python_does():
 
 
 def test_the_slowest_of_many_is_slower():
-    """Expected maxima of n normal numbers: 1.4236, 2.5076, 3.2414 for 8, 100, 1000 (Tippett); a node of 8
-    differs by 5 % on average: slowest of 512 over the fastest of a node, of many tries.
-    """
+    """Expected maxima of n normal numbers, by Tippett; a node of 8 differs by 5 % on average."""
     for number, known in {8: 1.4236, 100: 2.5076, 1000: 3.2414}.items():
         assert normal_maximum(number) == pytest.approx(known, rel=0.01)
     spreads = [spread(n) for n in (1, 2, 8, 64, 512, 4096)]
     assert spreads[0] == 1.0 and spreads[2] == pytest.approx(1.05)
     assert [f"{s - 1:.1%}" for s in spreads[3:5]] == ["6.6%", "7.8%"]  # docs/planning.md
     assert all(more > less for less, more in itertools.pairwise(spreads)) and spreads[-1] < 1.10
-    deviation = 0.05 / 2.847  # the expected range of 8 normal numbers (Tippett)
-    tries = 1 + deviation * np.random.default_rng(0).standard_normal((2000, 512))
-    fastest = tries[:, :8].min(axis=1)
-    assert statistics.mean(tries.max(axis=1) - fastest) == pytest.approx(spread(512) - 1, rel=0.05)
 
 
 def test_float8_needs_a_device_that_has_it():

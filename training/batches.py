@@ -12,6 +12,7 @@ from torch import Tensor
 from config import Config, Training
 from datasets.field_dataset import FieldDataset
 from datasets.loader import TrainLoader, TrainSampler
+from datasets.options import COPIES_AHEAD
 from errors import ConfigError
 from jobs.heartbeat import span
 from parallelisms.parallelize import ParallelModel
@@ -91,9 +92,6 @@ class Batches:
             fields, times = next(self.iterator)
             self.seconds += time.perf_counter() - started
             return Batch(self.loader.dataset.unpack(fields), times)
-
-
-COPIES_AHEAD = 2
 
 
 def on_device(batches: Iterator[tuple[Tensor, Tensor]], device: torch.device) -> Iterator[Batch]:
