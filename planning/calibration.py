@@ -23,6 +23,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from config import Model
 from errors import DataError
 from jobs.durable_files import write_durably
 from models.attention import attention, check_backend, find_obstacle
@@ -342,8 +343,8 @@ def block_operation(block: BlockShape, dtype: str, backend: str, device: torch.d
     """Forward and backward of blocks one after the other, as in a model."""
     tokens, dim, heads, mlp_dim = block.tokens, block.dim, block.heads, block.mlp_dim
     batch = max(min(block.batch, MAX_VALUES[device.type] // (tokens * mlp_dim)), 1)
-    options = {"qkv_bias": True, "qk_norm": False, "drop": 0.0, "backend": backend}
-    blocks = nn.Sequential(*(Block(dim, heads, mlp_dim, **options) for _ in range(BLOCKS))).to(device)
+    model = Model(dim=dim, num_heads=heads, mlp_dim=mlp_dim, attention_backend=backend)  # type: ignore[arg-type]
+    blocks = nn.Sequential(*(Block(model, 0.0) for _ in range(BLOCKS))).to(device)
     (x,) = tensors([(batch, tokens, dim)], "float32", device)
     autocast = torch.autocast(device.type, DTYPES[dtype], enabled=dtype != "float32")
     x = (x if dtype == "float32" else x.to(DTYPES[dtype])).requires_grad_()
