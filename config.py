@@ -181,7 +181,12 @@ class Model:
     dim: Width = option(192, "ViT: width of the residual stream.")
     num_layers: Layers = option(4, "ViT: number of transformer blocks.")
     num_heads: Layers = option(4, "ViT: number of attention heads; must divide dim.")
-    mlp_dim: Annotated[int, Range(0, 1_048_576)] = option(0, "ViT: hidden width of the MLP. 0: 4 x dim.")
+    mlp: Literal["gelu", "swiglu"] = option(
+        "gelu", "ViT: activation between the matrices of the MLP; SwiGLU has a third matrix, for its gate."
+    )
+    mlp_dim: Annotated[int, Range(0, 1_048_576)] = option(
+        0, "ViT: hidden width of the MLP. 0: 4 x dim, with swiglu about 8/3 x dim, for as many parameters."
+    )
     position: Literal["learned", "sincos", "rotary"] = option(
         "learned",
         "ViT: a learned vector per token, sines, or rotation of queries and keys by row and column.",
@@ -219,6 +224,11 @@ class Model:
         'Quantities with a global mean that a step does not change: "dry_mass", "total_water", or predicted '
         "variables. The output is shifted accordingly; docs/losses.md.",
     )
+
+    @property
+    def hidden_dim(self) -> int:
+        """Hidden width of the MLP."""
+        return self.mlp_dim or (32 * max(1, round(self.dim / 12)) if self.mlp == "swiglu" else 4 * self.dim)
 
 
 @dataclass(frozen=True)
@@ -281,10 +291,10 @@ class Training:
     mixed_precision_reduce: Literal["float32", "bfloat16"] = option(
         "float32", "Type in which gradients are reduced over ranks."
     )
-    loss: Literal["mse", "mae", "crps", "relative_l2"] = option(
+    loss: Literal["mse", "rmse", "mae", "crps", "relative_l2"] = option(
         "mse",
-        "Area-weighted mean squared or absolute error, the almost fair CRPS of an ensemble, or the "
-        "unweighted |prediction - target| / |target| of the NERSC tutorial.",
+        "Area-weighted mean squared error, its root for each variable and sample, mean absolute error, "
+        "almost fair CRPS of an ensemble, or unweighted |prediction - target| / |target| (NERSC's tutorial).",
     )
     members: Annotated[int, Range(1, 1_000)] = option(
         1, 'Ensemble members per sample; more than 1 with loss = "crps".'
@@ -294,8 +304,8 @@ class Training:
     )
     weight_by_change: bool = option(
         False,
-        "Weight variables by 1 / (standard deviation of their change over a step)^2; with mae, without the "
-        "square.",
+        "Weight variables by 1 / (standard deviation of their change over a step)^2; with mae and rmse, "
+        "without the square.",
     )
     rollout_steps: tuple[Rollout, ...] = option(
         (1,),

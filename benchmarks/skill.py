@@ -5,6 +5,7 @@
 time_to_skill    processor minutes and FLOPs until a fixed score, of the runs in time_to_skill.toml; fails if
                  the last run of a task misses its score, or takes more than half of what the first took
 ablations        choices of ablations.toml, at the FLOPs of the first
+recipe           a ViT, one change at a time and all that helped, at equal FLOPs
 scaling          a power law of loss against FLOPs, from five [--widths 32 64]
 lora             adapters against training from nothing, and against all weights, on other dates
 rollout_training a stage of rollouts against one step trained for as many passes, on winds
@@ -131,7 +132,11 @@ class Task:
 
 
 WINDS = ("10m_u_component_of_wind", "10m_v_component_of_wind")
-TIMED, COMPARED = ({n: Task(**each) for n, each in LISTS[key].items()} for key in ("timed", "compared"))
+LISTED_TASKS = ("timed", "compared", "recipe")
+TIMED, COMPARED, RECIPE = (
+    {n: Task(**{k: each[k] for k in each if k in Task.__annotations__}) for n, each in LISTS[key].items()}
+    for key in LISTED_TASKS
+)
 
 
 def time_to_skill(options: Options) -> int:
@@ -160,25 +165,50 @@ def time_to_skill(options: Options) -> int:
 
 
 def ablations(options: Options) -> int:
-    """A step of each choice counts its FLOPs; it is trained for as many steps as the first has FLOPs."""
+    """Choices of ablations.toml; an option that is given twice counts as given last."""
     listed, rows = tomllib.loads((ROOT / "benchmarks/ablations.toml").read_text()), []
     for name in [options.task] if options.task else COMPARED:
-        task, (first, *others) = COMPARED[name], chosen(listed["choice"], task=name)
-        choices = [first, *others]
-        for choice in choices:  # an option that is given twice counts as given last
-            choice["options"] = [*listed["before"].get(name, []), *choice["options"]]
-            one = ["--training.steps=1", "--validation.enable=false"]
-            (only,) = train(options, task.config, 0, *choice["options"], *one)
-            choice["tflop"] = only["tflops"] * only["step_seconds"]
-        for seed in range(options.seeds):
-            for choice in choices:
-                steps = round(first["steps"] * first["tflop"] / choice["tflop"])
-                found = task.run(options, [*choice["options"], f"--training.steps={steps}"], seed)
-                scores = dict(zip(("first lead", "last lead"), found["scores"], strict=True))
-                rows.append({"task": name, "choice": choice["choice"], "seed": seed, **found, **scores})
-                record("ablations", rows[-1:])  # an hour's work is not lost with its last minute
-                print(rows[-1], flush=True)
-    means = grouped(rows, ["task", "choice"], ["steps", "first lead", "last lead"]).mean()
+        found, before = chosen(listed["choice"], task=name), listed["before"].get(name, [])
+        choices = {each["choice"]: [*before, *each["options"]] for each in found}
+        rows += at_equal_flops(options, "ablations", name, COMPARED[name], choices, found[0]["steps"])
+    return summarize(rows, COMPARED)
+
+
+def recipe(options: Options) -> int:
+    """One change at a time to a ViT, then all that helped."""
+    rows = []
+    for name in [options.task] if options.task else RECIPE:
+        own = LISTS["recipe"][name]
+
+        choices = {change: [*own["before"], *words] for change, words in own["changes"].items()}
+        rows += at_equal_flops(options, "recipe", name, RECIPE[name], choices, own["steps"])
+    return summarize(rows, RECIPE)
+
+
+def at_equal_flops(
+    options: Options, kind: str, name: str, task: Task, choices: dict[str, list[str]], steps: int
+) -> list[Row]:
+    """A step of each choice counts its FLOPs; it is trained for as many steps as the first has FLOPs."""
+    tflop, rows = {}, []
+    for choice, words in choices.items():
+        one = ["--training.steps=1", "--validation.enable=false"]
+        (only,) = train(options, task.config, 0, *words, *one)
+        tflop[choice] = only["tflops"] * only["step_seconds"]
+    first = next(iter(tflop.values()))
+    for seed in range(options.seeds):
+        for choice, words in choices.items():
+            own_steps = round(steps * first / tflop[choice])
+            found = task.run(options, [*words, f"--training.steps={own_steps}"], seed)
+            scores = {f"{h} h": score for h, score in zip(task.lead_hours, found["scores"], strict=True)}
+            rows.append({"task": name, "choice": choice, "seed": seed, **found, **scores})
+            record(kind, rows[-1:])  # an hour's work is not lost with its last minute
+            print(rows[-1], flush=True)
+    return rows
+
+
+def summarize(rows: list[Row], tasks: dict[str, Task]) -> int:
+    leads_of_all = {f"{hours} h": None for task in tasks.values() for hours in task.lead_hours}
+    means = grouped(rows, ["task", "choice"], ["steps", *leads_of_all]).mean()
     print("\nover the first choice's:\n")
     print((means / means.groupby("task").transform("first")).to_string(float_format="%.3f"))
     return 0
@@ -469,7 +499,18 @@ def readme(options: Options) -> int:
     return 0
 
 
-COMMANDS = (time_to_skill, ablations, scaling, lora, rollout_training, ten_days, windows, float8_loss, readme)
+COMMANDS = (
+    time_to_skill,
+    ablations,
+    recipe,
+    scaling,
+    lora,
+    rollout_training,
+    ten_days,
+    windows,
+    float8_loss,
+    readme,
+)
 
 
 def main() -> int:

@@ -16,7 +16,7 @@ import numpy as np
 import tomli
 
 from checkpoints.files import Damaged, complete_steps, read_errors, read_manifest, step_folder
-from config import SECTIONS, Config
+from config import SECTIONS, Config, Model
 from datasets.grid import Grid
 from datasets.selection import Selection
 from datasets.statistics import Numbers, Statistics
@@ -152,7 +152,7 @@ def meaning(values: Values) -> dict[str, Any]:
     found = {"model.name": model["name"]}
     found |= {f"model.{key}": model[key] for key in registered(model["name"]).settings}
     if "model.mlp_dim" in found:
-        found["model.mlp_dim"] = model["mlp_dim"] or 4 * model["dim"]
+        found["model.mlp_dim"] = Model(**model).hidden_dim
     lora = values["lora"]
     found["lora.enable"] = lora["enable"]
     found |= {f"lora.{key}": lora[key] for key in LORA if lora["enable"]}

@@ -43,7 +43,7 @@ class Registered:
         return tuple(field.name for field in fields(Model) if field.name not in excluded)
 
 
-VIT_KEYS = ("patch_size", "dim", "num_layers", "num_heads", "mlp_dim", "position", "attention_windows")
+VIT_KEYS = ("patch_size", "dim", "num_layers", "num_heads", "mlp", "mlp_dim", "position", "attention_windows")
 VIT_KEYS += ("qkv_bias", "qk_norm")
 MODELS = {
     "vit": Registered(

@@ -41,16 +41,17 @@ class LayerNorm(nn.LayerNorm):
 class Attention(nn.Module):
     """tokens (B, T, D) -> (B, T, D)."""
 
-    def __init__(self, dim: int, num_heads: int, qkv_bias: bool, qk_norm: bool, backend: str) -> None:
+    def __init__(self, model: Model) -> None:
         super().__init__()
-        self.head_dim = dim // num_heads
+        dim = model.dim
+        self.head_dim = dim // model.num_heads
         # Rows are ordered (head, q|k|v, E): a contiguous slice of rows is whole heads with their q, k, v.
         # Ordered (q|k|v, head, E), a slice for tensor parallelism would cut across q, k and v.
-        self.qkv = nn.Linear(dim, 3 * dim, bias=qkv_bias)
-        self.q_norm = LayerNorm(self.head_dim, eps=NORM_EPS) if qk_norm else nn.Identity()
-        self.k_norm = LayerNorm(self.head_dim, eps=NORM_EPS) if qk_norm else nn.Identity()
+        self.qkv = nn.Linear(dim, 3 * dim, bias=model.qkv_bias)
+        self.q_norm = LayerNorm(self.head_dim, eps=NORM_EPS) if model.qk_norm else nn.Identity()
+        self.k_norm = LayerNorm(self.head_dim, eps=NORM_EPS) if model.qk_norm else nn.Identity()
         self.rotary: Rotary | None = None
-        self.kernel: nn.Module = Kernel(backend)  # or what a layout or windows put around it
+        self.kernel: nn.Module = Kernel(model.attention_backend)  # or what a layout or windows put around it
         self.projection = nn.Linear(dim, dim)
 
     def forward(self, tokens: Tensor) -> Tensor:
@@ -65,16 +66,18 @@ class Attention(nn.Module):
 
 
 class MLP(nn.Module):
-    """tokens (B, T, D) -> (B, T, D), exact GELU in between."""
+    """tokens (B, T, D) -> (B, T, D): exact GELU in between, or SwiGLU (Shazeer 2020)."""
 
-    def __init__(self, dim: int, hidden_dim: int) -> None:
+    def __init__(self, dim: int, hidden_dim: int, gated: bool) -> None:
         super().__init__()
         self.up = nn.Linear(dim, hidden_dim)
-        self.activation = nn.GELU()
+        self.gate = nn.Linear(dim, hidden_dim) if gated else None
         self.down = nn.Linear(hidden_dim, dim)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        return self.down(self.activation(self.up(tokens)))  # (B, T, M) in between
+        hidden = self.up(tokens)  # (B, T, M)
+        hidden = F.gelu(hidden) if self.gate is None else F.silu(self.gate(tokens)) * hidden
+        return self.down(hidden)
 
 
 class StochasticDepth(nn.Module):
@@ -94,14 +97,13 @@ class StochasticDepth(nn.Module):
 class Block(nn.Module):
     """Pre-norm transformer block: tokens (B, T, D) -> (B, T, D)."""
 
-    def __init__(
-        self, dim: int, num_heads: int, mlp_dim: int, qkv_bias: bool, qk_norm: bool, drop: float, backend: str
-    ) -> None:
+    def __init__(self, model: Model, drop: float) -> None:
         super().__init__()
+        dim = model.dim
         self.attention_norm = LayerNorm(dim, eps=NORM_EPS)
-        self.attention = Attention(dim, num_heads, qkv_bias, qk_norm, backend)
+        self.attention = Attention(model)
         self.mlp_norm = LayerNorm(dim, eps=NORM_EPS)
-        self.mlp = MLP(dim, mlp_dim)
+        self.mlp = MLP(dim, model.hidden_dim, model.mlp == "swiglu")
         self.stochastic_depth = StochasticDepth(drop)
 
     def forward(self, tokens: Tensor) -> Tensor:
@@ -127,15 +129,14 @@ class VisionTransformer(TokenModel):
         dim, patch_size = model.dim, model.patch_size
         self.grid_shape, self.patch_size, self.periodic = grid_shape, patch_size, periodic
         self.in_channels, self.out_channels, self.dim = in_channels, out_channels, dim
-        self.mlp_dim = model.mlp_dim or 4 * dim
+        self.mlp_weights = (3 if model.mlp == "swiglu" else 2) * dim * model.hidden_dim
         self.padded_shape = padded_shape(grid_shape, patch_size)
         self.token_shape = token_grid(grid_shape, patch_size)
         self.num_tokens = self.token_shape[0] * self.token_shape[1]
         self.patch_embedding = nn.Linear(in_channels * patch_size[0] * patch_size[1], dim)
         self.position = build_position(model.position, self.token_shape, dim, periodic)
         drops = torch.linspace(0, model.stochastic_depth, model.num_layers, device="cpu").tolist()
-        options = {"qkv_bias": model.qkv_bias, "qk_norm": model.qk_norm, "backend": model.attention_backend}
-        blocks = [Block(dim, model.num_heads, self.mlp_dim, drop=drop, **options) for drop in drops]
+        blocks = [Block(model, drop) for drop in drops]
         # A dict, not a list: in a pipeline stage of blocks 6 to 11 they keep their names.
         self.blocks = nn.ModuleDict({str(i): block for i, block in enumerate(blocks)})
         self.windows = choose_windows(model, self.token_shape)
@@ -183,7 +184,7 @@ class VisionTransformer(TokenModel):
 
     def _blocks_flops(self) -> int:
         t, d = self.num_tokens, self.dim
-        linear = 2 * t * (4 * d**2 + 2 * d * self.mlp_dim)
+        linear = 2 * t * (4 * d**2 + self.mlp_weights)
         return sum(linear + 4 * t * rows * columns * d for rows, columns in self.windows)
 
     def _end_flops(self) -> tuple[int, int]:

@@ -16,6 +16,7 @@ class WeatherModel(nn.Module):
     in_channels: int
     blocks: nn.ModuleDict  # in order of execution: the units of compile, recomputation and sharding
     kinds_of_blocks = 1  # that need a compilation each
+    variable_dim = 1  # of the output, by which variables are told apart
 
     def from_fields(self, fields: Tensor, with_zeros: bool = False) -> Tensor:
         """fields (B, C, H, W) -> the input of `forward`; with_zeros: pad with zeros, which weigh nothing."""
@@ -48,6 +49,7 @@ class TokenModel(WeatherModel):
     Parallelism shards the parts of a block by their names in models/vit.py.
     """
 
+    variable_dim = 2
     dim: int
     num_tokens: int
     windows: Sequence[tuple[int, int]] = ()  # rows and columns of tokens that each block attends in, or all

@@ -21,6 +21,7 @@ from torch.distributed.tensor import (
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     ParallelStyle,
+    PrepareModuleInput,
     RowwiseParallel,
     SequenceParallel,
     parallelize_module,
@@ -58,13 +59,13 @@ def block_plan(block: nn.Module) -> dict[str, ParallelStyle]:
     """
     norm = partial(SequenceParallel, use_local_output=True)
 
-    def matrix(name: str, by_columns: bool) -> ParallelStyle:
+    def matrix(name: str, by_columns: bool, tokens: Placement = Shard(TOKENS)) -> ParallelStyle:  # noqa: B008
         is_adapted = isinstance(block.get_submodule(name), AdaptedLinear)
         if by_columns:
-            return (AdaptedColumns if is_adapted else ColwiseParallel)(input_layouts=Shard(TOKENS))
+            return (AdaptedColumns if is_adapted else ColwiseParallel)(input_layouts=tokens)
         return (AdaptedRows if is_adapted else RowwiseParallel)(output_layouts=Shard(TOKENS))
 
-    return {
+    plan = {
         "attention_norm": norm(sequence_dim=TOKENS),
         "attention.qkv": matrix("attention.qkv", by_columns=True),
         "attention.q_norm": norm(sequence_dim=HEADS),
@@ -74,6 +75,10 @@ def block_plan(block: nn.Module) -> dict[str, ParallelStyle]:
         "mlp.up": matrix("mlp.up", by_columns=True),
         "mlp.down": matrix("mlp.down", by_columns=False),
     }
+    if block.get_submodule("mlp").gate is not None:  # two matrices have the same input: gather it once
+        plan["mlp"] = PrepareModuleInput(input_layouts=(Shard(TOKENS),), desired_input_layouts=(Replicate(),))
+        plan |= {name: matrix(name, by_columns=True, tokens=Replicate()) for name in ("mlp.up", "mlp.gate")}
+    return plan
 
 
 # -- adapters

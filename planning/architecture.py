@@ -44,6 +44,11 @@ class Architecture:
         return self.block["mlp.up.weight"][0]
 
     @property
+    def hidden_units(self) -> float:
+        """Outputs of the products before the activation of the MLP over D; SwiGLU has two."""
+        return self.mlp_dim / self.dim * (2 if "mlp.gate.weight" in self.block else 1)
+
+    @property
     def qkv_features(self) -> int:
         return self.block["attention.qkv.weight"][0]
 

@@ -84,7 +84,7 @@ def stage_memory(work: Workload, first: bool, last: bool) -> Memory:
         "gathered parameters": gathered_bytes(work, first, last, 2),
         "loss": 0.0,
         "recomputed": recomputed(work),
-        "gradients of activations": s * (tp + (tp > 1) + model.mlp_dim / model.dim),
+        "gradients of activations": s * (tp + (tp > 1) + model.hidden_units),
         "gradients being reduced": down,
     }
     second = backward | {
@@ -110,7 +110,7 @@ def stage_memory(work: Workload, first: bool, last: bool) -> Memory:
             "gathered parameters": loss["gathered parameters"],
             "copies of weights": step["copies of weights"],
             "fields": forecast_field_bytes(work),
-            "activations": work.micro_batches * s * (3 + tp + 2 * model.mlp_dim / model.dim),
+            "activations": work.micro_batches * s * (3 + tp + 2 * model.hidden_units),
             "messages of a pipeline": messages,
         }
     moments["update"] = always | {
@@ -228,7 +228,7 @@ def block_activations(work: Workload, mode: str) -> float:
     of projection in mode "selective", are of the tokens of all its ranks.
     """
     model, s, tp = work.model, unit_bytes(work), work.degrees.tp
-    hidden = model.mlp_dim / model.dim  # before GELU; again after it
+    hidden = model.hidden_units  # before the activation; again after it
     qkv = model.qkv_features / model.dim
     if mode in ("full", "every_n_blocks"):
         return s / (work.every_n if mode == "every_n_blocks" else 1)
@@ -268,7 +268,7 @@ def recomputed(work: Workload) -> float:
     """
     s = unit_bytes(work)
     if work.ac_mode == "selective":
-        return s * (1 + work.degrees.tp + work.model.mlp_dim / work.model.dim + normed(work))
+        return s * (1 + work.degrees.tp + work.model.hidden_units + normed(work))
     if work.ac_mode in ("full", "every_n_blocks"):
         return min(work.segment, work.rank_layers) * block_activations(work, "none") - s
     return 0.0

@@ -37,10 +37,11 @@ def step_collectives(work: Workload, pipeline_rank: int = 0, loss: str = "mse") 
         calls += times(tensor_collectives(work), work.passes)
     if degrees.cp > 1:
         calls += times(context_collectives(work), work.passes)
-    if loss == "relative_l2":
+    roots = {"relative_l2": 1, "rmse": 3}.get(loss, 0)  # a sample: of all its errors, or of each variable
+    if roots:
         for axis in ("tp", "cp"):
             if getattr(degrees, axis) > 1:
-                calls[Collective("all-reduce", axis, 4 * work.states_at_once)] += work.passes
+                calls[Collective("all-reduce", axis, 4 * roots * work.states_at_once)] += work.passes
     return calls
 
 

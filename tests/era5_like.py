@@ -1,7 +1,12 @@
 """A store of WeatherBench2's metadata with made-up weather: dims, chunks, types and attributes as
 era5/1959-2022-6h-64x32_equiangular_conservative.zarr has them, of fewer dates and variables.
+
+    .venv/bin/python -m tests.era5_like PATH
+
+writes forty dates of 2020 of 69 variables at 1.5 degrees with poles, for a rehearsal of docs/recipe.md.
 """
 
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -27,9 +32,19 @@ STATIC = {
 }
 
 
-def write_era5_like(path: Path, first: str, num_dates: int) -> str:
+HUMIDITY = {"specific_humidity": ("Specific humidity", "kg kg**-1", 5e-3, 1e-3)}
+LONGITUDES, LATITUDES = np.arange(64) * 5.625, -87.1875 + np.arange(32) * 5.625
+
+
+def write_era5_like(
+    path: Path,
+    first: str,
+    num_dates: int,
+    latitude: np.ndarray = LATITUDES,
+    longitude: np.ndarray = LONGITUDES,
+    upper: dict[str, tuple[str, str, float, float]] = UPPER,
+) -> str:
     """Waves that travel east, six hours apart from `first` on; (time, level, longitude, latitude)."""
-    longitude, latitude = np.arange(64) * 5.625, -87.1875 + np.arange(32) * 5.625
     east, north = np.deg2rad(longitude)[:, None], np.deg2rad(latitude)
     phase = 0.3 * np.arange(num_dates)[:, None, None]
     each = [np.cos(north) * np.sin(k * east - k * phase + k) / k for k in (2, 3, 5)]
@@ -37,11 +52,11 @@ def write_era5_like(path: Path, first: str, num_dates: int) -> str:
     heights = np.linspace(1.2, 0.4, len(LEVELS), dtype="f4")[:, None, None]
     plane = ("longitude", "latitude")
     data = {}
-    for number, (name, about) in enumerate((UPPER | SURFACE | STATIC).items()):
+    for number, (name, about) in enumerate((upper | SURFACE | STATIC).items()):
         long_name, units, mean, spread = about
         attributes = {"long_name": long_name, "units": units, "short_name": name}
         wave = np.float32(mean) + np.float32(spread) * np.roll(waves, 7 * number, axis=1)
-        if name in UPPER:
+        if name in upper:
             data[name] = ("time", "level", *plane), wave[:, None] * heights, attributes
         else:
             data[name] = (
@@ -61,3 +76,8 @@ def write_era5_like(path: Path, first: str, num_dates: int) -> str:
     encoding["time"] = {"units": "hours since 1959-01-01", "dtype": "int64"}
     dataset.to_zarr(path, zarr_format=2, consolidated=True, encoding=encoding)
     return str(path)
+
+
+if __name__ == "__main__":
+    grid = np.linspace(-90, 90, 121), np.arange(240) * 1.5
+    write_era5_like(Path(sys.argv[1]), "2020-01-01", 40, *grid, UPPER | HUMIDITY)

@@ -310,6 +310,7 @@ ODD = (12, 12)  # 9 tokens: neither 2 nor 4 divides them
 ROTARY = (("position", "rotary"),)
 WINDOWS = (("attention_windows", ((2, 0), (0, 4), (0, 0))),)  # of 4 x 8 tokens
 LINES = (("attention_windows", ((1, 0), (0, 1))),)
+SWIGLU = (("mlp", "swiglu"),)
 OTHER = (("qk_norm", True), ("position", "sincos"), ("qkv_bias", False))
 
 
@@ -489,6 +490,21 @@ TURNED = {
     "rotary, pp 2 x ring 2": Layout(4, pp(**cp("ring")), model=ROTARY),
 }
 TABLE |= TURNED
+GATED = {
+    "swiglu, fsdp 2": Layout(2, model=SWIGLU),
+    "swiglu, fsdp 2, compile": Layout(2, compile="inductor", model=SWIGLU),
+    "swiglu, tp 2": Layout(2, tp(), model=SWIGLU),
+    "swiglu, tp 2, float8": Layout(2, tp(), float8=True, model=SWIGLU),
+    "swiglu, tp 2, ac selective": Layout(2, tp(), activation_checkpoint="selective", model=SWIGLU),
+    "swiglu, lora, tp 2": Layout(2, tp(), lora=True, model=SWIGLU),
+    "swiglu, rmse, pp 2": Layout(2, pp(), loss="rmse", model=SWIGLU),
+    "swiglu, rmse, fsdp 2 x tp 2, accumulation 2": Layout(4, tp(), accumulation=2, loss="rmse", model=SWIGLU),
+    "rmse, tp 2, odd tokens": Layout(2, tp(), grid=ODD, loss="rmse"),
+    "rmse, ulysses 2, odd tokens": Layout(2, cp(), grid=ODD, loss="rmse"),
+    "rmse, rollout 4, ring 2": Layout(2, cp("ring"), loss="rmse", rollout=4),
+    "rmse, u-net, tiles 2 x 1": Layout(2, cp(), unet=True, grid=(32, 16), loss="rmse"),
+}
+TABLE |= GATED
 WINDOWED = {
     "windows, accumulation 2": Layout(1, accumulation=2, model=WINDOWS),
     "windows, ac selective": Layout(1, activation_checkpoint="selective", model=WINDOWS),

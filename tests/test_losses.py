@@ -15,7 +15,7 @@ from tests.parity import Layout, SmallRun
 from training.losses.penalties import PENALTIES
 from training.losses.pointwise import (
     fused_sum_of_costs,
-    relative_l2_loss,
+    root_loss,
     sum_of_costs,
 )
 from training.losses.weights import (
@@ -31,7 +31,7 @@ def mse(prediction, target, mask, area, weights):
 
 def relative_l2(prediction, target, mask):
     squares = sum_of_costs(prediction, target, relative_l2_weights(mask, target))
-    return relative_l2_loss(squares, len(mask), lambda total: total)
+    return root_loss(squares, len(mask), lambda total: total)
 
 
 def batch(b=4, v=3, h=6, w=5, missing=0.2, seed=0):
@@ -102,7 +102,7 @@ def test_shares_of_pieces_add_up_to_the_loss_and_its_gradient():
     parts = [relative_l2_weights(mask, target).chunk(2, dim=3), target.chunk(2, dim=3)]
     squares = [sum_of_costs(p, t, w) for p, w, t in zip(shards, *parts, strict=True)]
     total = torch.stack(squares).sum(dim=0).detach()
-    shares = torch.stack([relative_l2_loss(s, len(s), lambda _: total) for s in squares])
+    shares = torch.stack([root_loss(s, len(s), lambda _: total) for s in squares])
     torch.testing.assert_close(shares.sum(), relative_l2(prediction, target, mask))
     shares.sum().backward()
     gradients = [shard.grad for shard in shards if shard.grad is not None]
@@ -156,6 +156,8 @@ def test_sums_a_sample_at_a_time_are_those_of_the_plain_expression(loss):
     [
         ("mse", Layout()),
         ("mae", Layout()),
+        ("rmse", Layout()),
+        ("rmse", Layout(unet=True)),
         ("mse", Layout(conserve=True)),
         ("mse", Layout(conserve=True, unet=True)),
     ],
@@ -167,17 +169,26 @@ def test_outputs_and_the_states_they_lead_to_have_one_loss(one_rank, loss, layou
     run = SmallRun(replace(layout, grid=(11, 10)), loss=loss)
     objective, normalizer = run.objective, run.objective.normalizer
     scale = normalizer.change_scale = torch.tensor([0.5, 2.0, 1.0])[:, None, None]
-    fields, times = run.data[:4], torch.zeros(4, dtype=torch.int64)
-    changes = torch.randn(4, 3, 11, 10, generator=torch.Generator().manual_seed(3))
-    output = objective.project(objective.meta_model.from_fields(changes))
-    found = objective.loss_part(output, objective.cut(fields, times).targets).item()
+    fields, times = run.data[:8], torch.zeros(8, dtype=torch.int64)
+    changes = torch.randn(8, 3, 11, 10, generator=torch.Generator().manual_seed(3))
+    output = objective.project(objective.meta_model.from_fields(changes)).requires_grad_()
+    loss_part = objective.loss_part(output, objective.cut(fields, times).targets)
+    found = loss_part.item()
     states, truth = normalizer.advance(fields[:, 0], changes), fields[:, 1]
-    parts = [objective.loss_of_fields(states[i : i + 1], truth[i : i + 1]) for i in range(4)]
+    parts = [objective.loss_of_fields(states[i : i + 1], truth[i : i + 1]) for i in range(8)]
     assert found == pytest.approx(torch.stack(parts).mean().item(), rel=1e-5)
     if layout.conserve:
         return
     area = torch.tensor(area_weights(global_grid((11, 10)).latitude))[:, None] * truth.isfinite()
-    errors = (states - truth).nan_to_num().double() / scale
-    costs = exact_cost(loss, errors) * scale ** (1 if loss == "mae" else 2)
+    exact = changes.double().requires_grad_()
+    costs = exact_cost(loss, exact - ((truth - fields[:, 0]) / scale).nan_to_num())
+    costs = costs * scale ** (1 if loss == "mae" else 2)
     means = (area * costs).sum((-2, -1)) / area.sum((-2, -1))  # (B, V)
-    assert found == pytest.approx((means * torch.tensor([1.0, 2.0, 0.5])).mean().item(), rel=1e-5)
+    means = means.sqrt() if loss == "rmse" else means
+    expected = (means * torch.tensor([1.0, 2.0, 0.5])).mean()
+    assert found == pytest.approx(expected.item(), rel=1e-5)
+    loss_part.backward()
+    expected.backward()
+    assert output.grad is not None and exact.grad is not None
+    gradient = objective.meta_model.to_fields(output.grad).double()
+    torch.testing.assert_close(gradient, exact.grad, rtol=1e-3, atol=1e-6)

@@ -5,8 +5,7 @@ import csv
 import numpy as np
 import xarray as xr
 
-from verification.plots import headline
-from verification.score_tables import combine, shown_leads, table, variable_names, write_csv
+from verification.score_tables import combine, headline, shown_leads, table, variable_names, write_csv
 
 
 def scores(factor: float = 1.0) -> xr.Dataset:
@@ -42,6 +41,15 @@ def test_table_gives_geopotential_metres():
     assert ["2m_temperature", "12", "h", "46", "2", "4", "K"] in rows
     assert not any("geopotential:850" in line for line in lines)
     assert variable_names(scores()) == ["geopotential:500", "2m_temperature"]
+
+
+def test_of_many_variables_the_table_has_the_customary_ones():
+    levels = np.arange(30) * 25 + 25
+    many = scores().isel(level=[0] * 30).assign_coords(level=levels)
+    lines = table({"model": many}, "rmse", "10 dates").splitlines()
+    assert lines[0] == "10 dates; 8 of 31 variables"
+    shown = {line.split()[0] for line in lines[2:]}
+    assert len(shown) == 8 and {"geopotential:500", "2m_temperature"} <= shown
 
 
 def test_leads_that_a_forecast_lacks_are_nan_and_leads_without_dates_have_no_row():

@@ -60,9 +60,17 @@ def test_vit1b_with_4096_tokens_and_with_12_heads():
 
 
 @pytest.mark.parametrize("grid", [(8, 16), (9, 14)])
-@pytest.mark.parametrize("windows", [(), ((1, 0), (0, 2), (0, 0)), ((1, 2),)])
-def test_flops_are_what_torch_counts(grid, windows):
-    model = build(grid, layers=4, attention_backend="math", attention_windows=windows)
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"attention_windows": ((1, 0), (0, 2), (0, 0))},
+        {"attention_windows": ((1, 2),)},
+        {"mlp": "swiglu"},
+    ],
+)
+def test_flops_are_what_torch_counts(grid, options):
+    model = build(grid, layers=4, attention_backend="math", **options)
     with FlopCounterMode(display=False) as counter:
         model.predict(torch.randn(1, 5, *grid))
     assert counter.get_total_flops() == model.flops()
@@ -139,7 +147,8 @@ def test_fused_projection_can_be_sliced_by_heads():
     cuts.
     """
     torch.manual_seed(0)
-    whole, half = Attention(32, 4, True, False, "math"), Attention(32, 4, True, False, "math")
+    model = Model(dim=32, num_heads=4, attention_backend="math")
+    whole, half = Attention(model), Attention(model)
     x = torch.randn(2, 6, 32)
     out = whole.projection.bias.expand(2, 6, 32).clone()
     for rank in range(2):

@@ -21,7 +21,7 @@ from training.assembly import Assembly
 from training.conservation import ShardedProjection
 from training.due import Rollouts
 from training.losses.penalties import PENALTIES, by_member
-from training.losses.pointwise import fused_sum_of_costs, relative_l2_loss, sum_of_costs
+from training.losses.pointwise import fused_sum_of_costs, root_loss, sum_of_costs
 from training.losses.weights import change_weights, mean_weights, relative_l2_weights
 
 
@@ -37,7 +37,8 @@ class Shards(NamedTuple):
 
 
 class Objective:
-    """The weighted mean of the penalties of errors, or the relative L2 loss of the NERSC tutorial.
+    """The weighted mean of the penalties of errors, of the roots of those of each variable and sample, or the
+    relative L2 loss of the NERSC tutorial.
 
     Errors are those of the model's output, penalties in units of normalised states.
     """
@@ -49,6 +50,7 @@ class Objective:
         self.meta_model: Any = assembly.meta_model
         self.shards, self.conditions = model.shards, assembly.conditions
         self.penalty, self.relative = PENALTIES[training.loss], training.loss == "relative_l2"
+        self.by_variable = training.loss == "rmse"
         self.members = training.members
         self.local_batch_size, self.seed = training.local_batch_size, training.seed
         self.rollouts, self.step_seconds = Rollouts.of(training), config.data.step_hours * 3600
@@ -58,16 +60,20 @@ class Objective:
         # The mean is that over the predicted ones.
         weights = torch.tensor(given or [1.0] * number, device=model.device) * (number / (number - forcing))
         if training.weight_by_change:
-            weights = weights * change_weights(normalizer.change_scale.flatten(), self.penalty.power)
-        self.variable_weights = weights
+            power = 1 if self.by_variable else self.penalty.power
+            weights = weights * change_weights(normalizer.change_scale.flatten(), power)
+        self.variable_weights = weights.square() if self.by_variable else weights  # before a root
         projection = normalizer.conservation
         self.projection = projection and ShardedProjection(projection, self.area, assembly)
         self.cut_step = self._cut_step
-        self._sum_of_costs: Callable[..., Tensor] = partial(sum_of_costs, penalty=self.penalty)
+        dim = self.meta_model.variable_dim if self.by_variable else None
+        if self.by_variable:
+            self.variables_of_output = self._variables_of_output()
+        self._sum_of_costs: Callable[..., Tensor] = partial(sum_of_costs, penalty=self.penalty, dim=dim)
         if config.compile.enable:
             # One graph each: operator by operator, fields are read and written four times as often.
             self.cut_step = compiled(self._cut_step)
-            self._sum_of_costs = compiled(partial(fused_sum_of_costs, penalty=self.penalty))
+            self._sum_of_costs = compiled(partial(fused_sum_of_costs, penalty=self.penalty, dim=dim))
 
     def repeat_members(self, values: Tensor) -> Tensor:
         """(B, ...) -> (B M, ...)."""
@@ -117,10 +123,22 @@ class Objective:
         """Return this rank's part of the loss of projected outputs; the parts of all ranks add up to it."""
         target, weights = targets["target"], targets["weights"]
         parts = (by_member(each, self.members) for each in (output, target, weights))
-        costs: Tensor = self._sum_of_costs(*parts)  # (B,)
-        if self.relative:
-            return relative_l2_loss(costs, self.local_batch_size, self.shards.sum_over_shards)
+        costs: Tensor = self._sum_of_costs(*parts)  # (B,), or (B, size of `variable_dim`)
+        number = self.local_batch_size
+        if self.by_variable:
+            number *= len(self.variable_weights)
+            by_variable = costs.new_zeros(len(costs), len(self.variable_weights))
+            costs = number * by_variable.index_add(1, self.variables_of_output, costs)
+        if self.by_variable or self.relative:
+            return root_loss(costs, number, self.shards.sum_over_shards)
         return costs.sum()
+
+    def _variables_of_output(self) -> Tensor:
+        """Return the number of the variable of each position along `variable_dim`."""
+        numbers = torch.arange(len(self.variable_weights), dtype=torch.float32, device=self.area.device)
+        fields = numbers[:, None, None].expand(1, -1, *self.meta_model.grid_shape)
+        output = self.meta_model.from_fields(fields)[0]
+        return output.movedim(self.meta_model.variable_dim - 1, 0).flatten(1)[:, 0].long()
 
     def loss_of_fields(self, predicted: Tensor, truth: Tensor) -> Tensor:
         """Return the loss of whole physical fields of one date: (M, V, H, W) against (1, V, H, W)."""
@@ -131,5 +149,8 @@ class Objective:
         output = self.normalizer.normalize(predicted)[0].div_(scale)
         target.div_(scale)
         parts = (by_member(each.expand_as(output), len(output)) for each in (output, target, weights))
+        if self.by_variable:
+            costs = len(target[0]) * sum_of_costs(*parts, dim=1)
+            return costs.sqrt().mean()
         costs = sum_of_costs(*parts, penalty=self.penalty)
         return torch.mean(costs.sqrt()) if self.relative else costs.sum()

@@ -28,6 +28,7 @@ from verification.score_tables import (
     DAY,
     combine,
     describe_dates,
+    headline,
     lead_hours,
     one_variable,
     select,
@@ -38,16 +39,6 @@ from verification.spectra import mean_over_latitudes
 from verification.validation import Example, Scores
 
 # Variables that are drawn first; others follow.
-HEADLINE = (
-    "geopotential:500",
-    "temperature:850",
-    "2m_temperature",
-    "mean_sea_level_pressure",
-    "10m_u_component_of_wind",
-    "10m_v_component_of_wind",
-    "wind_vector:850",
-    "specific_humidity:700",
-)
 MAX_MAPS = 4
 COASTLINES = Path(__file__).with_name("coastlines.csv")
 MAX_COLUMNS = 720  # of cells: a panel has fewer pixels, and nine of 1024 x 2048 take 1.1 GiB
@@ -81,12 +72,6 @@ def save(figure: Figure, target: Path) -> None:
 def label_with(variable: str, units: str) -> str:
     """Return "t2m (K)"; without brackets if the units are unknown."""
     return f"{short_label(variable)} ({units})" if units else short_label(variable)
-
-
-def headline(names: Sequence[str], most: int = 8) -> list[str]:
-    """Return at most `most` variables, the customary ones first."""
-    first = [name for name in HEADLINE if name in names]
-    return list(dict.fromkeys([*first, *names]))[:most]
 
 
 def plot_lines(

@@ -14,7 +14,19 @@ import xarray as xr
 from datasets.variables import group_levels, split_name, units
 
 GRAVITY = 9.80665  # m s-2: geopotential over it is in geopotential metres
-LEADS_SHOWN = 6  # of a table that are not whole days; CSV and NetCDF have all
+# CSV and NetCDF have all.
+LEADS_SHOWN = 6  # of a table that are not whole days
+VARIABLES_SHOWN = 24
+HEADLINE = (
+    "geopotential:500",
+    "temperature:850",
+    "2m_temperature",
+    "mean_sea_level_pressure",
+    "10m_u_component_of_wind",
+    "10m_v_component_of_wind",
+    "wind_vector:850",
+    "specific_humidity:700",
+)
 DAY = np.timedelta64(24, "h")
 # Metrics without units, and those in the square of their variable's.
 PURE = (
@@ -87,6 +99,12 @@ def variable_names(scores: xr.Dataset) -> list[str]:
     return names
 
 
+def headline(names: Sequence[str], most: int = 8) -> list[str]:
+    """Return at most `most` variables, the customary ones first."""
+    first = [name for name in HEADLINE if name in names]
+    return list(dict.fromkeys([*first, *names]))[:most]
+
+
 def one_variable(scores: xr.Dataset, variable: str) -> xr.DataArray:
     """Return "geopotential:500" of a Dataset, without dimension `level`. KeyError if it is not there."""
     name, level = split_name(variable)
@@ -124,13 +142,18 @@ def describe_dates(num_dates: Sequence[int], lead_hours: Sequence[int]) -> str:
 
 def table(scores: Mapping[str, xr.Dataset], metric: str, title: str) -> str:
     """Return a row a variable and lead with the number of dates ("46-47": fewest and most of a forecast), a
-    column a forecast. Geopotential also in geopotential metres. Leads without any date are left out.
+    column a forecast. Geopotential also in geopotential metres. Leads without any date are left out, and of
+    more than VARIABLES_SHOWN variables all but the customary ones.
     """
     first, whole, parts = next(iter(scores.values())), combine(scores), list[pd.DataFrame]()
     counts = first.sel(metric="num_dates").to_array()
     scored = (counts > 0).any([dim for dim in counts.dims if dim != "lead_time"])
     leads = shown_leads(first["lead_time"].values[scored.values])
-    for name in variable_names(first):
+    names = shown = variable_names(first)
+    if len(names) > VARIABLES_SHOWN:
+        shown = headline(names)
+        title += f"; {len(shown)} of {len(names)} variables"
+    for name in shown:
         values, dates = (select(whole, each, name).sel(lead_time=leads) for each in (metric, "num_dates"))
         if metric != "rmse":  # of which one that is not finite is shown as nan
             values = values.dropna("forecast", how="all")

@@ -55,5 +55,5 @@ def almost_fair_crps_slope_(error: Tensor) -> Tensor:
 
 
 CRPS = Penalty(1, almost_fair_crps, almost_fair_crps_slope_)
-# Of `training.loss`. The root of "relative_l2" is taken of the sum of squares: `relative_l2_loss`.
-PENALTIES = {"mse": SQUARE, "mae": ABSOLUTE, "crps": CRPS, "relative_l2": SQUARE}
+# Of `training.loss`. Roots are taken of sums of squares: `root_loss`.
+PENALTIES = {"mse": SQUARE, "rmse": SQUARE, "mae": ABSOLUTE, "crps": CRPS, "relative_l2": SQUARE}
