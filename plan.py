@@ -9,7 +9,8 @@
 --anchor RUN          the folder of a run on this kind of machine: times of layouts of its kind are scaled by
                       its measured steps
 --calibrate           measure steps of the configuration on this machine, for --anchor outputs/calibration
---dry_run --world_size N   build the layout on N fake ranks and run one step without memory
+--dry_run             build the layout on fake ranks, those of --cluster or --world_size N, and run one step
+                      without memory
 --json                print one JSON object instead of tables
 
 --job.dump_folder RUN alone plans the run in that folder, by its config.toml. Days and dollars are ranges:
@@ -79,7 +80,7 @@ def main() -> None:
         os.environ["WORLD_SIZE"] = str(world)  # what the degrees are checked against
         config = start(rest, __doc__, check if options.layout != "auto" else None)
         if options.dry_run:
-            dry_run_table(config, options.world_size)
+            dry_run_table(config, world)
         elif options.calibrate:
             calibrate_machine(config)
         elif not cluster:

@@ -90,6 +90,8 @@ def test_command_line_prints_the_table_and_refuses_what_does_not_fit():
     command = ["--dry_run", "--data.grid_shape=[32,64]", "--world_size", "4"]
     done = run_plan(*command)
     assert done.returncode == 0 and "reduce-scatter" in done.stdout, done.stderr
+    on_cluster = run_plan("--dry_run", "--data.grid_shape=[32,64]", "--cluster", "a100x4")
+    assert on_cluster.stdout.splitlines()[:9] == done.stdout.splitlines()[:9]
     refused = run_plan(*command, "--parallelism.data_parallel_shard_degree", "3")
     assert refused.returncode == 2 and refused.stderr.count("\n") == 1
     assert "valid: data_parallel_shard_degree = -1 or 4" in refused.stderr

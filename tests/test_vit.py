@@ -32,7 +32,7 @@ def build(grid=(8, 16), patch=(4, 4), layers=2, periodic=True, **options) -> Vis
 
 def count(patch: tuple[int, int], heads: int = 24) -> tuple[int, VisionTransformer]:
     with torch.device("meta"):
-        model = VisionTransformer(17, 17, (1024, 2048), Model("vit", patch, 1536, 48, heads, 6144))
+        model = VisionTransformer(17, 17, (1024, 2048), Model("vit", patch, 1536, 48, heads, mlp_dim=6144))
     return sum(p.numel() for p in model.parameters()), model
 
 

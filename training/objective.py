@@ -148,9 +148,9 @@ class Objective:
         weights = self._weights(target, mask).mul_(scale.pow(self.penalty.power) / len(predicted))
         output = self.normalizer.normalize(predicted)[0].div_(scale)
         target.div_(scale)
-        parts = (by_member(each.expand_as(output), len(output)) for each in (output, target, weights))
+        parts = [by_member(each.expand_as(output), len(output)) for each in (output, target, weights)]
         if self.by_variable:
-            costs = len(target[0]) * sum_of_costs(*parts, dim=1)
-            return costs.sqrt().mean()
-        costs = sum_of_costs(*parts, penalty=self.penalty)
+            squares = len(target[0]) * sum_of_costs(parts[0], parts[1], parts[2], self.penalty, dim=1)
+            return squares.sqrt().mean()
+        costs = sum_of_costs(parts[0], parts[1], parts[2], self.penalty)
         return torch.mean(costs.sqrt()) if self.relative else costs.sum()
