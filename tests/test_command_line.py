@@ -18,7 +18,7 @@ from command_line import help_text, start, to_toml
 from errors import module_command
 from tests.test_config import GOOD, ROOT
 from training.config_checks import check, load_checked
-from training.run_folder import start_warnings
+from training.run_folder import settings_of_fsdp
 
 
 @pytest.fixture(autouse=True)
@@ -165,17 +165,10 @@ def test_defaults_lie_in_their_own_ranges() -> None:
                 assert bounds.admits(field.default), field.name
 
 
-def test_what_may_waste_a_run_is_a_warning() -> None:
-    assert start_warnings(load("--training.steps 100 --lr_scheduler.warmup_steps 100")) == []
-    (unused,) = start_warnings(
-        load("--parallelism.cpu_offload --training.mixed_precision_reduce bfloat16"), False
-    )
-    assert unused.startswith("parallelism.cpu_offload, training.mixed_precision_reduce: no effect")
-    kept, warmup = start_warnings(
-        load("--checkpoint.enable false --training.steps 100 --lr_scheduler.warmup_steps 101")
-    )
-    assert "nothing of this run is kept, and starting it again begins from the first step" in kept
-    assert "lr_scheduler.warmup_steps = 101 is above training.steps = 100" in warmup
+def test_settings_that_only_fsdp_reads_are_named() -> None:
+    assert settings_of_fsdp(load("")) == []
+    options = "--parallelism.cpu_offload --training.mixed_precision_reduce bfloat16"
+    assert settings_of_fsdp(load(options)) == ["parallelism.cpu_offload", "training.mixed_precision_reduce"]
 
 
 @pytest.mark.parametrize(

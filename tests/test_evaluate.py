@@ -3,7 +3,6 @@
 from pathlib import Path
 
 import numpy as np
-import pandas as pd
 import pytest
 import xarray as xr
 
@@ -56,12 +55,11 @@ def rows(folder: Path, forecast: str, metric: str = "rmse") -> dict[tuple[str, s
         if metric not in scores["metric"] or forecast not in scores["forecast"]:
             return {}
         own = scores.sel(forecast=forecast, metric=metric, region="global").drop_vars("num_dates")
-        tables = [each.rename("value").to_dataframe().reset_index() for each in own.data_vars.values()]
     found = {}
-    for name, table in zip(own.data_vars, tables, strict=True):
-        for row in table[np.isfinite(table["value"])].to_dict("records"):
-            level = str(int(row["level"])) if "level" in row else ""
-            found[name, level, str(row["lead_time"] // pd.Timedelta("1h"))] = row["value"]
+    for name, array in own.data_vars.items():
+        for each in [array[at] for at in np.ndindex(array.shape) if np.isfinite(array[at])]:
+            level = str(each["level"].item()) if "level" in each.coords else ""
+            found[str(name), level, str(int(each["lead_time"] / np.timedelta64(1, "h")))] = each.item()
     return found
 
 
