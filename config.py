@@ -187,9 +187,8 @@ class Model:
     mlp_dim: Annotated[int, Range(0, 1_048_576)] = option(
         0, "ViT: hidden width of the MLP. 0: 4 x dim, with swiglu about 8/3 x dim, for as many parameters."
     )
-    position: Literal["learned", "sincos", "rotary"] = option(
-        "learned",
-        "ViT: a learned vector per token, sines, or rotation of queries and keys by row and column.",
+    position: Literal["learned", "rotary"] = option(
+        "learned", "ViT: a learned vector per token, or rotation of queries and keys by row and column."
     )
     attention_windows: tuple[tuple[Window, Window], ...] = option(
         (),

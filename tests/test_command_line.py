@@ -79,7 +79,7 @@ def test_a_printed_command_runs_from_a_folder_above_the_project(monkeypatch) -> 
         ("--data.variables='[\"2m_temperature\"]'", "data.variables", ("2m_temperature",)),
         ("--data.path=a=b", "data.path", "a=b"),
         ("--job.dump_folder=--odd", "job.dump_folder", "--odd"),
-        ("--model.position sincos", "model.position", "sincos"),
+        ("--model.position rotary", "model.position", "rotary"),
     ],
 )
 def test_values_on_the_command_line(args: str, key: str, value: Any) -> None:
