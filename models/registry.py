@@ -49,7 +49,7 @@ MODELS = {
     "vit": Registered(
         "a ViT", "models.vit:VisionTransformer", ("tp", "pp", *CONTEXT), ("width", "levels"), planned=True
     ),
-    "unet": Registered("a U-Net", "models.unet:build_unet", ("tiles",), VIT_KEYS, has_tokens=False),
+    "unet": Registered("a U-Net", "models.unet:UNet", ("tiles",), VIT_KEYS, has_tokens=False),
 }
 
 

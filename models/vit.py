@@ -164,9 +164,6 @@ class VisionTransformer(TokenModel):
         """patches (B, T, V P Q) -> fields (B, V, H, W)."""
         return crop_grid(unpatchify(patches, self.padded_shape, self.patch_size), self.grid_shape)
 
-    def describe(self) -> str:
-        return f"{self.num_tokens} tokens"
-
     def initial_std(self, name: str) -> float | None:
         """Standard deviation a parameter starts with; None: norms start as the identity, biases at 0."""
         if name.endswith("bias") or "norm" in name:
