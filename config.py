@@ -311,9 +311,6 @@ class Training:
         "Model steps of a training step, each from the output of the one before. [1, 2, 4]: longer rollouts "
         "in later stages of the run.",
     )
-    rollout_gradient_steps: Annotated[int, Range(0, 1_000)] = option(
-        0, "Last steps of a rollout that have a loss and gradients. 0: all; 1: push-forward training."
-    )
     deterministic: bool = option(False, "Refuse kernels that are not bit-exact from run to run.")
     max_wall_time: str = option(
         "", 'Save and exit with code 75 before this time has passed: "hours:minutes:seconds". Default: never.'

@@ -97,7 +97,6 @@ COMMAND_LINES = [
     ("--model.dim 100 --model.attention_backend flash", "model.num_heads = 4: flash needs a head size, dim"),
     ("--training.global_batch_size 0", "training.global_batch_size = 0: not a multiple"),
     ("--training.rollout_steps []", "training.rollout_steps = []: name how many"),
-    ("--training.rollout_steps [1,4] --training.rollout_gradient_steps 5", "rollout_gradient_steps = 5: a"),
     ("--training.rollout_steps [5]", "data.train_period: none of its 3 dates has another 30 hours later"),
     ("--training.variable_weights [1,2]", "variable_weights = [1.0, 2.0]: 3 variables are predicted"),
     ("--training.variable_weights [0,0,0]", "variable_weights = [0.0, 0.0, 0.0]: one of them must be above"),
