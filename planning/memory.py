@@ -284,10 +284,10 @@ def field_bytes(work: Workload, last: bool = True) -> float:
 
     Of a rollout there is, too, the gradient of the next window, and the shard of its new state.
     """
-    cp, tp, crosses = work.degrees.cp, work.degrees.tp, work.gradient_steps > 1
+    cp, tp, crosses = work.degrees.cp, work.degrees.tp, work.rollout_steps > 1
     times = 2 if work.degrees.pp > 1 and last else 1  # what a pipeline's last stage needs is stacked
     shards = work.input_values / cp + times * (2 + crosses) * work.field_values / (cp * tp)
-    windows = work.rollout_steps * (work.rollout_steps > 1) + crosses
+    windows = (work.rollout_steps + 1) * crosses
     whole = work.states_read + work.members * work.history * windows
     return FLOAT32 * work.local_batch * (whole * work.field_values + work.members * shards)
 

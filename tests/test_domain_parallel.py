@@ -16,6 +16,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
+from config import Model
 from errors import ConfigError
 from models.initialization import fill_with_nan, init_weights
 from models.unet import GridConv2d, UNet
@@ -34,7 +35,7 @@ CONVOLUTIONS = [(3, 1), (3, 2), (4, 2), (5, 1), (2, 2)]  # kernel, stride
 
 
 def build_model(periodic: bool, dtype: torch.dtype) -> UNet:
-    model = UNet(5, 3, GRID, 8, 2, periodic=periodic)
+    model = UNet(5, 3, GRID, Model(width=8, levels=2), periodic)
     fill_with_nan(model)
     init_weights(model, seed=0)
     return model.to(dtype)

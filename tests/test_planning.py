@@ -41,7 +41,7 @@ LAYOUTS = [
     (2, RING | {"parallelism.context_parallel_method": "all_gather"}),
     (2, RING | {"model.attention_backend": "math"}),
     (2, {"parallelism.data_parallel_replicate_degree": "2", "training.global_batch_size": "32"}),
-    (1, {"training.rollout_steps": "[4]", "training.rollout_gradient_steps": "1"}),
+    (1, {"training.rollout_steps": "[4]"}),
     (8, {"data.history": "3", "training.rollout_steps": "[2]"}),
     (1, {"model.position": "rotary"}),
     (2, RING | {"model.position": "rotary"}),
