@@ -199,6 +199,7 @@ def test_two_ranks_give_the_same_bits(run):
     "options",
     [
         ["--forecast", "nowhere.zarr"],
+        ["--forecast", "persistence=ours.zarr"],
         ["--regions", "atlantis"],
         ["--baselines", "luck"],
         ["--datta.path", "x"],

@@ -21,7 +21,6 @@ from verification.climatology import open_climatology
 from verification.evaluation import evaluate
 from verification.evaluation_options import choose_regions, open_forecasts
 from verification.forecast_layouts import StoredForecast, open_forecast
-from verification.score_tables import table
 from verification.scorecard import build_scorecard
 from verification.stores import COMPUTED, DIVERGED, NO_ANALYSIS
 
@@ -117,20 +116,6 @@ def test_a_variable_or_day_that_the_climatology_lacks_costs_its_acc(opened, tmp_
     )
     scores = found.scores["geopotential"].sel(metric="acc", lead_time=HOUR * 6)
     np.testing.assert_allclose(scores, early.mean("time"), rtol=1e-12)
-
-
-def test_the_table_has_the_number_of_dates_of_every_forecast(
-    opened, tmp_path: Path, truth: xr.Dataset
-) -> None:
-    lacking = truth.copy(deep=True)
-    lacking["2m_temperature"][0] = np.nan
-    baseline, archive = persisted(lacking, tmp_path / "lacking.zarr")
-    dates = opened[0].times
-    parts = {"model": evaluate(opened[0], archive).scores}
-    parts["persistence"] = evaluate(baseline, archive, dates=dates[np.isin(dates, baseline.times)]).scores
-    rows = [line.split() for line in table(parts, "rmse", "").splitlines()]
-    assert ["2m_temperature", "6", "h", "3-4"] in [row[:4] for row in rows]
-    assert ["geopotential:500", "6", "h", "4"] in [row[:4] for row in rows]
 
 
 def test_an_infinite_value_is_no_missing_one(opened, tmp_path: Path, truth: xr.Dataset) -> None:
