@@ -633,7 +633,6 @@ FAST = [
     "fsdp 2, bf16",
     "fsdp 2, fp16",
     "fsdp 2, float8",
-    "u-net, tiles 1 x 2, compile",
     "u-net, tiles 1 x 2, ac full",
     "u-net, replicate 2 x tiles 2 x 1",
     "u-net, fsdp 2 x tiles 2 x 1",

@@ -103,9 +103,11 @@ def domain(layout: tuple[int, int]) -> DeviceMesh:
     return init_device_mesh("cpu", (NUM_RANKS // size, size), mesh_dim_names=("dp", "domain"))["domain"]
 
 
-def check_model(layout: tuple[int, int], periodic: bool, precision: str) -> dict:
+def check_model(layout: tuple[int, int], periodic: bool, precision: str, compiled: bool = False) -> dict:
     mesh, dtype = domain(layout), getattr(torch, precision)
     model = build_model(periodic, dtype)
+    if compiled:
+        model.blocks["middle"].compile(backend="aot_eager", fullgraph=True)
     tiles = build_tiles(mesh, layout, model.padded_shape, model.multiple)
     torch.manual_seed(dist.get_rank() // mesh.size())
     fields = model.from_fields(torch.randn(2, 5, *GRID, dtype=dtype))
@@ -160,6 +162,12 @@ def test_one_tile_is_the_plain_model_to_the_last_bit(ranks):
     for found in ranks(NUM_RANKS).run(check_model, (1, 1), True, "float32"):
         assert not any(found[what] for what in ("output", "loss", "input_gradient", "gradients"))
         assert found["forward"] == [0, 0]
+
+
+def test_a_compiled_block_exchanges_in_its_graph(ranks):
+    """tests/test_parity.py has tiles with replicas, FSDP and recomputed blocks."""
+    for found in ranks(NUM_RANKS).run(check_model, (2, 2), True, "float32", True):
+        assert found["gradients"] <= GRADIENT_TOLERANCE["float32"]
 
 
 def test_uneven_tiles_differ_by_one_unit():
