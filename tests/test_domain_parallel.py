@@ -2,7 +2,6 @@
 
 import copy
 import functools
-import itertools
 from collections.abc import Iterator
 from contextlib import contextmanager
 from unittest import mock
@@ -15,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from errors import ConfigError
 from models.initialization import fill_with_nan, init_weights
-from models.unet import GridConv2d, UNet
+from models.unet import UNet
 from parallelisms.domain_parallel import GridTiles, apply_domain_parallel, bounds, build_tiles, choose_tiles
 from tests.formulas import halo_traffic
 
@@ -26,7 +25,6 @@ LAYOUTS = [(2, 1), (1, 2), (2, 2), (4, 1), (1, 4)]
 # cells in another order, 7e-6 and 6e-15.
 TOLERANCE = {"float32": 2e-6, "float64": 5e-15}  # 1.01e-6 on one processor of those it was run on
 GRADIENT_TOLERANCE = {"float32": 1e-5, "float64": 2e-14}
-CONVOLUTIONS = [(3, 1), (3, 2), (4, 2), (5, 1), (2, 2)]  # kernel, stride
 
 
 def build_model(periodic: bool, dtype: torch.dtype) -> UNet:
@@ -116,25 +114,6 @@ def check_model(layout: tuple[int, int], periodic: bool, precision: str, compile
     return result
 
 
-def check_convolution(layout: tuple[int, int], kernel: int, stride: int, periodic: bool) -> dict:
-    tiles = build_tiles(domain(layout), layout, (16, 24), 4)
-    torch.manual_seed(0)
-    conv = GridConv2d(3, 4, kernel, stride, periodic).double()
-    target = torch.randn(2, 4, 16 // stride, 24 // stride).double()
-    coarse = build_tiles(domain(layout), layout, (16 // stride, 24 // stride), 4 // stride)
-    plain, mine = copy.deepcopy(conv), conv
-    apply_domain_parallel(mine, tiles)
-    whole, part = (torch.randn(2, 3, 16, 24).double().requires_grad_() for _ in range(2))
-    part.data.copy_(whole.data)
-    (expected := plain(whole)).mul(target).sum().backward()
-    (output := mine(tiles.cut_input(part))).mul(coarse.cut_output(target)).sum().backward()
-    return {
-        "output": difference(coarse.gather_output(output), expected),
-        "input_gradient": difference(total(part.grad, tiles), whole.grad),  # type: ignore[reportArgumentType]
-        "gradients": gradient_differences(mine, plain, tiles),
-    }
-
-
 # -- what the tests ask of it
 
 
@@ -149,13 +128,6 @@ def test_a_split_grid_equals_the_whole(ranks, layout, periodic, precision):
         for what in ("output", "loss", "input_gradient"):
             assert found[what] <= TOLERANCE[precision], what
         assert found["gradients"] <= GRADIENT_TOLERANCE[precision]
-
-
-@pytest.mark.parametrize("convolution", CONVOLUTIONS)
-def test_strides_and_wide_kernels_cross_borders(ranks, convolution):
-    for layout, periodic in itertools.product(((1, 4), (2, 2)), (True, False)):
-        for found in ranks(NUM_RANKS).run(check_convolution, layout, *convolution, periodic):
-            assert all(value <= TOLERANCE["float64"] for value in found.values())
 
 
 def test_one_tile_is_the_plain_model_to_the_last_bit(ranks):

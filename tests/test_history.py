@@ -139,14 +139,6 @@ def test_forecasts_are_those_of_a_plain_loop(config_file, trained, tmp_path, cap
 # -- what is refused
 
 
-def test_another_history_is_another_model(config_file, trained, tmp_path) -> None:
-    message = r"data.history = 1: .* was trained with 2; choose another job.dump_folder"
-    with pytest.raises(UserError, match=message):
-        run(config_file, trained[0], "--data.history", "1")
-    with pytest.raises(UserError, match=r"data.history = 1: .* was trained with 2; take the config"):
-        run_forecast(run_options(config_file, trained[0], "--data.history", "1"), tmp_path / "f.zarr")
-
-
 def test_a_wanted_date_without_its_past_is_named(config_file, trained, tmp_path) -> None:
     words, path = run_options(config_file, trained[0], "--forecast.period"), tmp_path / "f.zarr"
     with pytest.raises(UserError, match=r"can start from 2020-02-05T18:00:00: .*data.history = 2"):
