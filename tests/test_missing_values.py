@@ -13,7 +13,6 @@ from config import Config
 from datasets.archive import Archive, open_archive
 from datasets.grid import Grid
 from datasets.remote import NO_OPTIONS
-from datasets.selection import Selection
 from errors import ConfigError, DataError
 from tests.forecasts import analyses, climatology, forecasts, grid, write
 from verification.baselines import AnalysesForecast, persistence
@@ -118,14 +117,6 @@ def test_a_variable_or_day_that_the_climatology_lacks_costs_its_acc(opened, tmp_
     np.testing.assert_allclose(scores, early.mean("time"), rtol=1e-12)
 
 
-def test_an_infinite_value_is_no_missing_one(opened, tmp_path: Path, truth: xr.Dataset) -> None:
-    broken = forecasts(truth, 4, LEADS)
-    broken["2m_temperature"][1, 1, 2, 2] = np.inf
-    forecast = open_forecast(write(broken, tmp_path / "broken.zarr"))
-    found = rmse(evaluate(forecast, opened[1]).scores, "2m_temperature")
-    assert np.isfinite(found[0]) and not np.isfinite(found[1])
-
-
 def test_spectra_leave_out_rows_with_missing_values(opened, tmp_path: Path, truth: xr.Dataset) -> None:
     lacking = truth.copy(deep=True)
     lacking["2m_temperature"][5, 2, 3] = np.nan
@@ -173,19 +164,6 @@ def test_a_forecast_that_blew_up_is_not_left_out(tmp_path: Path, truth: xr.Datas
         write(stored, path) if suffix == "zarr" else stored.to_netcdf(path, engine="h5netcdf")
         found = evaluate(open_forecast(str(path)), archive).scores
         assert np.isfinite(rmse(found, "2m_temperature")).tolist() == [True, name == "missing"]
-
-
-# -- the dates that count ------------------------------------------------------------------------------
-
-
-def test_a_history_of_two_states_takes_a_date_from_the_validation(tmp_path: Path, truth: xr.Dataset) -> None:
-    """Of 20 dates the first has no state before it: 18 have a window and 6 h after them."""
-    archive = open_archive(write(truth, tmp_path / "truth.zarr"))
-    everything = np.arange(len(archive.times))
-    for history, counts in ((1, [19, 16]), (2, [18, 15])):
-        selection = Selection(archive, archive.variables, {}, STEP, everything, everything, history)
-        samples = selection.samples_by_lead("validation", [1, 4], history=history)
-        assert (samples[:, history:] >= 0).sum(axis=0).tolist() == counts
 
 
 # -- exports that would replace something --------------------------------------------------------------
