@@ -187,9 +187,8 @@ class Model:
     mlp_dim: Annotated[int, Range(0, 1_048_576)] = option(
         0, "ViT: hidden width of the MLP. 0: 4 x dim, with swiglu about 8/3 x dim, for as many parameters."
     )
-    position: Literal["learned", "sincos", "rotary"] = option(
-        "learned",
-        "ViT: a learned vector per token, sines, or rotation of queries and keys by row and column.",
+    position: Literal["learned", "rotary"] = option(
+        "learned", "ViT: a learned vector per token, or rotation of queries and keys by row and column."
     )
     attention_windows: tuple[tuple[Window, Window], ...] = option(
         (),
@@ -311,9 +310,6 @@ class Training:
         (1,),
         "Model steps of a training step, each from the output of the one before. [1, 2, 4]: longer rollouts "
         "in later stages of the run.",
-    )
-    rollout_gradient_steps: Annotated[int, Range(0, 1_000)] = option(
-        0, "Last steps of a rollout that have a loss and gradients. 0: all; 1: push-forward training."
     )
     deterministic: bool = option(False, "Refuse kernels that are not bit-exact from run to run.")
     max_wall_time: str = option(

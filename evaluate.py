@@ -10,8 +10,7 @@
 --climatology PATH      in WeatherBench2's schema (default: of the training period, kept in the run's folder)
 --baselines LIST        of persistence,damped_persistence,climatology (default: all; "": none); the
                         climatology, which the ACC needs too, is computed only where it stands here
---regions LIST          "global,tropics,europe", or all that the grid has cells of (default: global)
---against NAME          what the scorecard compares the first forecast with (default: the second, a baseline)
+--regions LIST          "global,tropics,europe" (default: global)
 --output FOLDER         scores and spectra as files; plots (default: evaluation/ in the run's folder)
 
 Configuration keys say which data, period and variables. Exit codes: 0, 2 bad input.
@@ -28,7 +27,6 @@ OPTIONS = own_options(
     climatology="",
     baselines="persistence,damped_persistence,climatology",
     regions="global",
-    against="",
     output="",
 )
 if __name__ == "__main__":
@@ -282,7 +280,7 @@ def run(config: Config, options: Namespace) -> None:
     climatology = find_climatology(options, folder, selection, access)
     baselines = build_baselines(options.baselines, times, leads, selection, variables, climatology, config)
     compared: dict[str, ForecastFields] = {**forecasts, **baselines}
-    against = scorecard_reference(options.against, list(compared), len(options.forecast))
+    against = scorecard_reference(list(compared), len(options.forecast))
     scored = leads[[bool(np.isin(times + lead, truth.times).any()) for lead in leads]]
     paths = [each.path for each in forecasts.values()] + ([climatology.path] if climatology else [])
     saved = saved_parts(config, options, [selection.archive, truth], paths, variables)
@@ -310,8 +308,6 @@ def run(config: Config, options: Namespace) -> None:
             try:
                 write_scorecard(build_scorecard(next(iter(evaluations)), against, evaluations), target)
             except DataError as error:
-                if options.against:
-                    raise
                 logger.warning("no scorecard: %s", error)
         plot_evaluation(evaluations, target)
         print_scores(evaluations, target)

@@ -455,14 +455,11 @@ def generate_scores(seed: int, folder: Path) -> None:
     if same and not is_global and analyses is truth and rng.random() < 0.3:
         boundary = 1
     regions = (
-        ["all"]
+        [*REGIONS]
         if rng.random() < 0.2
         else [str(each) for each in rng.permutation(list(dict.fromkeys(regions)))]
     )
     against = [*forecasts][1] if len(forecasts) > 1 else "persistence" if "persistence" in baselines else ""
-    if len(forecasts) > 1 and rng.random() < 0.4:
-        against = [*forecasts][-1]
-        words += ["--against", against]
     if not against and "climatology" in baselines:
         against = "climatology"
     variables = rng.permutation(names).tolist()
@@ -483,7 +480,7 @@ def generate_scores(seed: int, folder: Path) -> None:
     )
     words += ["--job.config_file", str(folder / "run.toml"), "--job.dump_folder", str(folder / "run")]
     words += [f"--baselines={','.join(baselines)}", f"--regions={','.join(regions)}"]
-    regions = [*REGIONS] if "all" in regions else sorted(regions, key=lambda name: name != "global")
+    regions = sorted(regions, key=lambda name: name != "global")
     about = (variables, step, words, baselines, regions, against, region, boundary)
     case = Case(truth, forecasts, clim, *about, analyses, period)
     (folder / "case.pickle").write_bytes(pickle.dumps(case))

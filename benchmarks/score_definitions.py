@@ -83,7 +83,7 @@ def region_weights(fields: Fields, names: list[str]) -> dict[str, Array]:
     """Return area weights (H, W) inside of each region that has a cell."""
     area = -np.diff(np.sin(np.deg2rad(row_edges(fields.latitude))))
     north, east, found = fields.latitude[:, None], fields.longitude % 360, {}
-    for name in REGIONS if "all" in names else names:
+    for name in names:
         inside = [(north >= a - 1e-4) & (north <= b + 1e-4) & (east >= c - 1e-4) & (east <= d + 1e-4)
                   for a, b, c, d in REGIONS[name]]  # fmt: skip
         found[name] = area[:, None] * np.any(inside, axis=0)

@@ -286,13 +286,13 @@ Runs = dict[str, list[str]]  # name -> configuration, options
 def longer(first: str, stage: str) -> str:
     """Return the option that gives `first` as many passes through the model as both have.
 
-    A rollout of R steps goes forward R - 1 times, and then as often forward and back as it has gradients.
+    A rollout of R steps goes forward R - 1 times, and then R times forward and back.
     """
     files = [f"--job.config_file=train_configs/{name}.toml" for name in (first, stage)]
     own, training = (load_checked([file]).training for file in files)
     rollouts = Rollouts.of(training)
     lengths = [rollouts.at(step) for step in range(1, training.steps + 1)]
-    passes = sum((n - 1) / 3 + rollouts.with_gradients(n) for n in lengths)
+    passes = sum((n - 1) / 3 + n for n in lengths)
     return f"--training.steps={own.steps + round(passes)}"
 
 

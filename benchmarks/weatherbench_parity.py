@@ -29,7 +29,6 @@ from verification.climatology import compute_climatology, open_climatology
 from verification.evaluation import Evaluation, evaluate
 from verification.forecast_layouts import open_forecast
 from verification.scores import REGIONS
-from verification.spectra import mean_over_latitudes
 
 TOLERANCE = 1e-6
 GRIDS = (grid(37, 72, poles=True), grid(32, 64, poles=False))
@@ -157,7 +156,7 @@ def apart(score: str, ours: Any, theirs: Any) -> dict:
 
 
 def spectra(ours: Evaluation, forecast: xr.Dataset) -> list[dict]:
-    """Energy by latitude, and interpolated to common frequencies and averaged from 30 to 60 degrees north."""
+    """Energy by latitude."""
     derived = import_module("weatherbench2.derived_variables")
     assert ours.spectra is not None
     rows = []
@@ -167,11 +166,6 @@ def spectra(ours: Evaluation, forecast: xr.Dataset) -> list[dict]:
         mean = theirs.mean("time").rename(prediction_timedelta="lead_time").isel(latitude=slice(1, -1))
         own = ours.spectra[name].sel(source="forecast", latitude=mean.latitude)
         rows.append(apart("zonal energy spectrum", own, mean.transpose(*own.dims)))
-        band = mean.sel(latitude=slice(30, 60))
-        common = derived.interpolate_spectral_frequencies(band, "zonal_wavenumber").mean("latitude")
-        ours_band = mean_over_latitudes(ours.spectra[name].sel(source="forecast"), [(30, 60)])
-        wanted = common.transpose(*ours_band.dims).values
-        rows.append(apart("spectrum, 30 to 60 degrees", ours_band.values, wanted))
     return rows
 
 

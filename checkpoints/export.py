@@ -1,6 +1,5 @@
 """A trained model as a folder that other programs can use, and forecast.py as a checkpoint.
 
-    README.md           what it is, its data and scores: a model card of the Hugging Face hub
     model.pt2           one step as a program of torch.export, which needs nothing but torch
     model.json          variables with units, roles and statistics, grid, step: also inside model.pt2
     model.safetensors   the weights, float32, averaged ones if there are any, adapters merged
@@ -13,17 +12,15 @@ W longitudes.
 
 import json
 import logging
-from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from jinja2 import Template
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from checkpoints.files import WEIGHTS, crc32_of, step_folder, write_manifest
+from checkpoints.files import WEIGHTS, crc32_of, write_manifest
 from checkpoints.identity import Identity
 from checkpoints.trained_weights import Trained
 from command_line import to_toml
@@ -32,14 +29,11 @@ from datasets.conditions import Conditions
 from datasets.normalization import Normalizer
 from datasets.selection import Selection
 from errors import ConfigError
-from jobs.journal import read_records
 from models.weather_model import WeatherModel
 
 logger = logging.getLogger(__name__)
 ROLES = ("prognostic", "diagnostic", "forcing")
 Description = dict[str, Any]  # content of model.json
-
-CARD = Template(Path(__file__).with_name("model_card.md.jinja").read_text(), keep_trailing_newline=True)
 
 
 class OneStep(nn.Module):
@@ -96,10 +90,6 @@ def export_model(target: Path, step: OneStep, trained: Trained, selection: Selec
     (target / "config.toml").write_text(to_toml(plain))
     (target / "model.json").write_text(json.dumps(about, indent=1))
     identity = Identity.of(trained.folder).more
-    card = {"name": target.name, "about": about, "config": config, "averaged": trained.averaged}
-    card |= {"data": identity["data"], "scores": list(scores_of(trained))}
-    card |= {"parameters": sum(tensor.numel() for tensor in weights.values())}
-    (target / "README.md").write_text(CARD.render(card))
     export_program(target / "model.pt2", step, about)
     files = {path.name: (path.stat().st_size, crc32_of(path)) for path in sorted(target.iterdir())}
     write_manifest(target, {"identity": identity}, files)
@@ -127,17 +117,6 @@ def model_description(step: OneStep, trained: Trained, selection: Selection, con
         "inputs": step.inputs,
         "checkpoint": trained.folder.name,
     }
-
-
-def scores_of(trained: Trained) -> Iterable[tuple[str, str, str]]:
-    """Yield variable and lead, RMSE and that of persistence, as validated at the step of the weights."""
-    prefix = "val/rmse/"
-    for record in read_records(trained.folder.parent.parent / "metrics.jsonl"):
-        is_of_step = trained.folder.name == step_folder(Path(), record["step"]).name
-        for key in [key for key in record if key.startswith(prefix) and is_of_step]:
-            name = key.removeprefix(prefix)
-            own, other = record[key], record.get(f"val/rmse_persistence/{name}")
-            yield name, "" if own is None else f"{own:.4g}", "" if other is None else f"{other:.4g}"
 
 
 def export_program(target: Path, step: OneStep, about: Description) -> None:

@@ -61,10 +61,14 @@ def unpatchify(x: Tensor, shape: tuple[int, int], patch_size: tuple[int, int]) -
 
 
 class Position(nn.Module):
-    """tokens (B, t, D) plus one vector a token. `first_token` is the offset of a chunk of all tokens."""
+    """tokens (B, t, D) plus a learned vector a token. `first_token`: offset of a chunk of all tokens."""
 
     first_token = 0
-    embedding: Tensor
+
+    def __init__(self, token_shape: tuple[int, int], dim: int) -> None:
+        super().__init__()
+        # (T, D), not (1, T, D): FSDP shards the first dim, and would pad one row to as many as ranks.
+        self.embedding = nn.Parameter(torch.empty(token_shape[0] * token_shape[1], dim))
 
     def forward(self, tokens: Tensor) -> Tensor:
         count, total = tokens.shape[1], self.embedding.shape[0]
@@ -75,28 +79,6 @@ class Position(nn.Module):
         if missing > 0:  # padded tokens at the end: any vector will do
             part = torch.cat([part, part[-1:].expand(missing, -1)])
         return tokens + part.to(tokens.dtype)
-
-
-class LearnedPosition(Position):
-    """A learned vector a token."""
-
-    def __init__(self, token_shape: tuple[int, int], dim: int) -> None:
-        super().__init__()
-        # (T, D), not (1, T, D): FSDP shards the first dim, and would pad one row to as many as ranks.
-        self.embedding = nn.Parameter(torch.empty(token_shape[0] * token_shape[1], dim))
-
-
-class SinCosPosition(Position):
-    """Sines and cosines of latitude (half of D) and longitude (half of D)."""
-
-    def __init__(self, token_shape: tuple[int, int], dim: int, periodic: bool) -> None:
-        super().__init__()
-        self.token_shape, self.dim, self.periodic = token_shape, dim, periodic
-        self.register_buffer("embedding", torch.empty(token_shape[0] * token_shape[1], dim), persistent=False)
-
-    def values(self) -> Tensor:
-        """Return the values of the buffer, which a module built on the meta device has not yet."""
-        return sincos_positions(self.token_shape, self.dim, self.periodic)
 
 
 class Rotary(nn.Module):
@@ -139,29 +121,3 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """x (B, N, t, E) by angles (t, E/2), in float32: number i with number i + E/2."""
     first, second = x.float().chunk(2, dim=-1)
     return torch.cat([first * cos - second * sin, first * sin + second * cos], dim=-1).to(x.dtype)
-
-
-def build_position(name: str, token_shape: tuple[int, int], dim: int, periodic: bool) -> nn.Module:
-    """Return the module that adds positions to tokens; "rotary" ones are part of attention instead."""
-    if name == "learned":
-        return LearnedPosition(token_shape, dim)
-    return SinCosPosition(token_shape, dim, periodic) if name == "sincos" else nn.Identity()
-
-
-def sincos_positions(token_shape: tuple[int, int], dim: int, periodic: bool) -> Tensor:
-    """(h w, D) float32. Wave numbers in longitude are integers on a global grid."""
-    h, w = token_shape
-    extent = 2 * math.pi if periodic else math.pi
-    waves_latitude = _wave_numbers(dim // 4, h)
-    waves_longitude = _wave_numbers(dim // 4, w).round() if periodic else _wave_numbers(dim // 4, w)
-    rows = torch.arange(h, dtype=torch.float64).add(0.5).div(h) * math.pi
-    columns = torch.arange(w, dtype=torch.float64).div(w) * extent
-    latitude, longitude = torch.outer(rows, waves_latitude), torch.outer(columns, waves_longitude)
-    latitude = torch.cat([latitude.sin(), latitude.cos()], dim=1)[:, None].expand(h, w, dim // 2)
-    longitude = torch.cat([longitude.sin(), longitude.cos()], dim=1)[None].expand(h, w, dim // 2)
-    return torch.cat([latitude, longitude], dim=2).reshape(h * w, dim).float()
-
-
-def _wave_numbers(count: int, tokens: int) -> Tensor:
-    """Return wave numbers from 1 to the largest that `tokens` points resolve, spaced geometrically."""
-    return torch.logspace(0, math.log10(max(tokens / 2, 1)), count, dtype=torch.float64)

@@ -8,7 +8,6 @@ from concurrent.futures import ThreadPoolExecutor
 import torch
 from torch import Tensor, nn
 
-from models.embeddings import SinCosPosition
 from models.lora import ADAPTERS, adapter_std
 
 CUT = 2.0  # standard deviations at which the normal distribution is cut
@@ -42,10 +41,6 @@ def init_weights(
 
     with ThreadPoolExecutor(torch.get_num_threads()) as threads:
         list(threads.map(initialize, *zip(*model.named_parameters(), strict=True)))
-    with torch.no_grad():
-        for module in model.modules():
-            if isinstance(module, SinCosPosition):
-                assign(module.embedding, module.values())
 
 
 def initial_value(name: str, shape: torch.Size, std: float | None, seed: int) -> Tensor:

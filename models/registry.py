@@ -49,7 +49,7 @@ MODELS = {
     "vit": Registered(
         "a ViT", "models.vit:VisionTransformer", ("tp", "pp", *CONTEXT), ("width", "levels"), planned=True
     ),
-    "unet": Registered("a U-Net", "models.unet:build_unet", ("tiles",), VIT_KEYS, has_tokens=False),
+    "unet": Registered("a U-Net", "models.unet:UNet", ("tiles",), VIT_KEYS, has_tokens=False),
 }
 
 
@@ -134,8 +134,6 @@ def _check_transformer(model: Model) -> None:
         near = sorted(choices or [1], key=lambda n: abs(n - model.num_heads))[:3]
         reason = f"does not divide model.dim = {model.dim}; near ones do: {near}"
         refuse("model.num_heads", model.num_heads, reason)
-    if model.position == "sincos" and model.dim % 4:
-        refuse("model.dim", model.dim, 'model.position = "sincos" needs a multiple of 4')
     pinned = model.attention_backend if model.attention_backend not in ("auto", "sdpa", "math") else ""
     multiples = {
         'model.position = "rotary"': 4 if model.position == "rotary" else 1,

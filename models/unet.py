@@ -116,15 +116,14 @@ class UNet(GridModel):
 
     def __init__(
         self,
-        in_channels: int = 65,
-        out_channels: int = 65,
-        grid_shape: tuple[int, int] = (721, 1440),
-        width: int = 64,
-        levels: int = 4,
-        *,
+        in_channels: int,
+        out_channels: int,
+        grid_shape: tuple[int, int],
+        model: Model,
         periodic: bool = True,
     ) -> None:
         super().__init__()
+        width, levels = model.width, model.levels
         self.grid_shape, self.levels, self.periodic = grid_shape, levels, periodic
         self.in_channels, self.out_channels = in_channels, out_channels
         self.multiple = 2**levels
@@ -154,9 +153,6 @@ class UNet(GridModel):
     def to_fields(self, output: Tensor) -> Tensor:
         """Output of `forward`, whole (B, V, H', W'), -> fields (B, V, H, W)."""
         return crop_grid(output, self.grid_shape)
-
-    def describe(self) -> str:
-        return f"grid {self.padded_shape[0]} x {self.padded_shape[1]}"
 
     def forward(self, x: Tensor) -> Tensor:
         assert not (x.shape[2] % self.multiple or x.shape[3] % self.multiple), "pad with from_fields first"
@@ -203,12 +199,6 @@ class UNet(GridModel):
             )
             yield from ((conv, 2**level) for _, conv in named_convolutions(block))
         yield self.head, 1
-
-
-def build_unet(
-    in_channels: int, out_channels: int, grid_shape: tuple[int, int], model: Model, periodic: bool
-) -> UNet:
-    return UNet(in_channels, out_channels, grid_shape, model.width, model.levels, periodic=periodic)
 
 
 def named_convolutions(module: nn.Module) -> Iterator[tuple[str, GridConv2d]]:

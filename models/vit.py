@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from config import Model
 from models.attention import Kernel, WindowedKernel, choose_windows
 from models.embeddings import (
+    Position,
     Rotary,
-    build_position,
     crop_grid,
     pad_grid,
     padded_shape,
@@ -134,7 +134,8 @@ class VisionTransformer(TokenModel):
         self.token_shape = token_grid(grid_shape, patch_size)
         self.num_tokens = self.token_shape[0] * self.token_shape[1]
         self.patch_embedding = nn.Linear(in_channels * patch_size[0] * patch_size[1], dim)
-        self.position = build_position(model.position, self.token_shape, dim, periodic)
+        is_learned = model.position == "learned"  # rotary positions are part of attention
+        self.position = Position(self.token_shape, dim) if is_learned else nn.Identity()
         drops = torch.linspace(0, model.stochastic_depth, model.num_layers, device="cpu").tolist()
         blocks = [Block(model, drop) for drop in drops]
         # A dict, not a list: in a pipeline stage of blocks 6 to 11 they keep their names.
@@ -162,9 +163,6 @@ class VisionTransformer(TokenModel):
     def to_fields(self, patches: Tensor) -> Tensor:
         """patches (B, T, V P Q) -> fields (B, V, H, W)."""
         return crop_grid(unpatchify(patches, self.padded_shape, self.patch_size), self.grid_shape)
-
-    def describe(self) -> str:
-        return f"{self.num_tokens} tokens"
 
     def initial_std(self, name: str) -> float | None:
         """Standard deviation a parameter starts with; None: norms start as the identity, biases at 0."""

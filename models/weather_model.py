@@ -34,10 +34,6 @@ class WeatherModel(nn.Module):
         """Floating-point operations of one sample's forward pass."""
         raise NotImplementedError
 
-    def describe(self) -> str:
-        """Size of a sample, in a word or two."""
-        raise NotImplementedError
-
     def predict(self, fields: Tensor) -> Tensor:
         """fields (B, C, H, W) -> (B, V, H, W), on one rank."""
         return self.to_fields(self(self.from_fields(fields)))

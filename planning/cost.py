@@ -134,7 +134,7 @@ def rollout_stages(config: Config, plan: Plan, cluster: Cluster) -> list[tuple[i
     """Return steps, work and time of each stage of rollouts; the plan is for the longest of them."""
     rollouts, stages = Rollouts.of(config.training), []
     for length, begin, end in rollouts.stages():
-        work = plan.work.rolled_out(length, rollouts.with_gradients(length))
+        work = plan.work.replace(rollout_steps=length)
         stages.append((end - begin, work, plan.time if work == plan.work else step_time(work, cluster)))
     return stages
 

@@ -238,9 +238,10 @@ def block_activations(work: Workload, mode: str) -> float:
     exchanged = 1 if work.degrees.cp > 1 else 0  # attention's output before and after it went back
     if work.method == "all_gather" and exchanged:  # keys and values of all ranks instead
         exchanged = (qkv - 1) * work.degrees.cp
-        qkv = 0 if model.rotary else qkv  # which are rotated before, and queries with them
-    if model.rotary:  # windows are copies of what was rotated, and of values
-        qkv *= 1 - model.copied_fraction
+    if model.rotary and not model.qk_norm:  # norms keep what they read
+        # Queries are rotated, too; windows are copies of what was rotated, and of values.
+        gathered = work.method == "all_gather" and work.degrees.cp > 1
+        qkv *= 0 if gathered else 1 - model.copied_fraction
     units = 1 + qkv + normed(work) + 1 + model.copied_fraction + exchanged + 1 + 2 * hidden
     return s * units + 2 * s * tp + scores_bytes(work) + sums
 
@@ -283,10 +284,10 @@ def field_bytes(work: Workload, last: bool = True) -> float:
 
     Of a rollout there is, too, the gradient of the next window, and the shard of its new state.
     """
-    cp, tp, crosses = work.degrees.cp, work.degrees.tp, work.gradient_steps > 1
+    cp, tp, crosses = work.degrees.cp, work.degrees.tp, work.rollout_steps > 1
     times = 2 if work.degrees.pp > 1 and last else 1  # what a pipeline's last stage needs is stacked
     shards = work.input_values / cp + times * (2 + crosses) * work.field_values / (cp * tp)
-    windows = work.rollout_steps * (work.rollout_steps > 1) + crosses
+    windows = (work.rollout_steps + 1) * crosses
     whole = work.states_read + work.members * work.history * windows
     return FLOAT32 * work.local_batch * (whole * work.field_values + work.members * shards)
 

@@ -59,7 +59,7 @@ def job_text(work: Workload, cluster: Cluster) -> str:
         f"{cluster.name}: {cluster.devices} x {cluster.device.name} in {nodes}"
     )
     if work.rollout_steps > 1:
-        text += f"; rolled out over {work.rollout_steps} steps, gradients through {work.gradient_steps}"
+        text += f"; rolled out over {work.rollout_steps} steps"
     return text
 
 

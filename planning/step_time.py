@@ -208,7 +208,7 @@ def bubble(work: Workload, in_block: list[float], inside: float) -> float:
     """
     waiting, layers = work.degrees.pp - 1, work.rank_layers
     idle = (1 / 3 if "ZeroBubble" in work.schedule else 1.0) / work.stages_of_rank
-    training = work.accumulation * work.gradient_steps * (sum(in_block) * layers + inside) * idle
+    training = work.accumulation * work.rollout_steps * (sum(in_block) * layers + inside) * idle
     return waiting * (training + work.forecasts * in_block[0] * layers)
 
 

@@ -44,7 +44,6 @@ class Workload:
     history: int = 1  # states that the model sees
     rollout_steps: int = 1  # steps of the model, each from the last one's output: of the longest rollout
     members: int = 1  # states that a sample becomes for the model, those of an ensemble
-    gradient_steps: int = 1  # of these, the last ones, that have a backward pass
     copies_ahead: int = 0  # batches of the loader on their way to the device, or there already
 
     @property
@@ -73,14 +72,14 @@ class Workload:
     @property
     def passes(self) -> int:
         """Times that a step goes through the model and back: micro-batches, accumulated or passed through a
-        pipeline, each as often as its rollout has gradients.
+        pipeline, each as often as its rollout has steps.
         """
-        return self.accumulation * self.micro_batches * self.gradient_steps
+        return self.accumulation * self.micro_batches * self.rollout_steps
 
     @property
     def reductions(self) -> int:
         """Backward passes of a step after which FSDP reduces gradients; a pipeline adds its micro-batches."""
-        return self.accumulation * self.gradient_steps
+        return self.accumulation * self.rollout_steps
 
     @property
     def reduces_last(self) -> bool:
@@ -107,11 +106,7 @@ class Workload:
     @property
     def sample_flops(self) -> float:
         """Model FLOPs of a sample, forward and backward, in all steps of its rollout."""
-        return self.members * (self.rollout_steps + 2 * self.gradient_steps) * self.model.flops
-
-    def rolled_out(self, length: int, gradient_steps: int) -> "Workload":
-        """Over `length` steps of the model, the last of which have gradients."""
-        return self.replace(rollout_steps=length, gradient_steps=gradient_steps)
+        return self.members * 3 * self.rollout_steps * self.model.flops
 
     @property
     def states_read(self) -> int:
@@ -219,7 +214,6 @@ def workload_of(config: Config, world: int, grid_shape: tuple[int, int], num_var
         history=history,
         members=training.members,
         rollout_steps=rollouts.longest,
-        gradient_steps=rollouts.with_gradients(rollouts.longest),
     )
 
 

@@ -311,7 +311,7 @@ ROTARY = (("position", "rotary"),)
 WINDOWS = (("attention_windows", ((2, 0), (0, 4), (0, 0))),)  # of 4 x 8 tokens
 LINES = (("attention_windows", ((1, 0), (0, 1))),)
 SWIGLU = (("mlp", "swiglu"),)
-OTHER = (("qk_norm", True), ("position", "sincos"), ("qkv_bias", False))
+OTHER = (("qk_norm", True), ("position", "rotary"), ("qkv_bias", False))
 
 
 def tp(degree: int = 2, **more: Any) -> dict[str, Any]:
@@ -368,7 +368,7 @@ BASIC: dict[str, Layout] = {
     "u-net, fsdp 2 x tiles 2 x 1": Layout(4, cp(), unet=True, grid=(32, 16), accumulation=2),
     "tp 2": Layout(2, tp()),
     "tp 2, odd tokens": Layout(2, tp(), grid=ODD),
-    "tp 2, qk norm, sincos": Layout(2, tp(), model=OTHER),
+    "tp 2, qk norm, rotary": Layout(2, tp(), model=OTHER),
     "tp 2, ac selective": Layout(2, tp(), activation_checkpoint="selective"),
     "tp 2, ac full": Layout(2, tp(), activation_checkpoint="full"),
     "tp 2, bf16": Layout(2, tp(), dtype="bfloat16"),
@@ -571,7 +571,7 @@ ADAPTED = {
     "lora, fsdp 2, cpu offload": Layout(2, {"cpu_offload": True}, lora=True),
     "lora, tp 2": Layout(2, tp(), lora=True),
     "lora, tp 2, odd tokens": Layout(2, tp(), grid=ODD, lora=True),
-    "lora, tp 2, qk norm, sincos": Layout(2, tp(), model=OTHER, lora=True),
+    "lora, tp 2, qk norm, rotary": Layout(2, tp(), model=OTHER, lora=True),
     "lora, ulysses 2": Layout(2, cp(), lora=True),
     "lora, ring 2": Layout(2, cp("ring"), lora=True),
     "lora, pp 2, 1f1b": Layout(2, pp(), lora=True),
@@ -637,7 +637,7 @@ FAST = [
     "u-net, replicate 2 x tiles 2 x 1",
     "u-net, fsdp 2 x tiles 2 x 1",
     "tp 2, odd tokens",
-    "tp 2, qk norm, sincos",
+    "tp 2, qk norm, rotary",
     "tp 2, ac full",
     "tp 2, mae",
     "ulysses 2, odd tokens, relative l2",

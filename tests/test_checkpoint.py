@@ -23,7 +23,7 @@ from tests.started_jobs import ROOT
 from training.bad_steps import BadSteps
 from training.batches import choose_global_batch
 from training.gradients import LossScaler, total_norm
-from training.optimizers.build import build_adamw, set_lr
+from training.optimizers.build import parameter_groups, set_lr
 from training.restart import resume
 from training.state import Progress, TrainState
 
@@ -37,7 +37,7 @@ class Run:
         torch.manual_seed(seed)
         self.model = nn.Sequential(nn.Linear(4, width), nn.LayerNorm(width), nn.Linear(width, 3))
         parameters = dict(self.model.named_parameters())
-        optimizer = build_adamw(parameters, (0.9, 0.95), 1e-8, 0.1)
+        optimizer = torch.optim.AdamW(parameter_groups(parameters, 0.1), lr=0.0, fused=True)
         scaler, bad_steps = LossScaler(scaling, growth_interval=2), BadSteps(Training(), torch.device("cpu"))
         self.state = TrainState(parameters, optimizer, scaler, None, Progress(), bad_steps)
 

@@ -17,7 +17,7 @@ from command_line import help_text, start, to_toml
 from errors import module_command
 from tests.test_config import GOOD, ROOT
 from training.config_checks import check, load_checked
-from training.run_folder import start_warnings
+from training.run_folder import settings_of_fsdp
 
 
 @pytest.fixture(autouse=True)
@@ -78,7 +78,7 @@ def test_a_printed_command_runs_from_a_folder_above_the_project(monkeypatch) -> 
         ("--data.variables='[\"2m_temperature\"]'", "data.variables", ("2m_temperature",)),
         ("--data.path=a=b", "data.path", "a=b"),
         ("--job.dump_folder=--odd", "job.dump_folder", "--odd"),
-        ("--model.position sincos", "model.position", "sincos"),
+        ("--model.position rotary", "model.position", "rotary"),
     ],
 )
 def test_values_on_the_command_line(args: str, key: str, value: Any) -> None:
@@ -142,14 +142,7 @@ def test_sections_are_frozen() -> None:
         assert vars(cls)["__dataclass_params__"].frozen, cls.__name__
 
 
-def test_what_may_waste_a_run_is_a_warning() -> None:
-    assert start_warnings(load("--training.steps 100 --lr_scheduler.warmup_steps 100")) == []
-    (unused,) = start_warnings(
-        load("--parallelism.cpu_offload --training.mixed_precision_reduce bfloat16"), False
-    )
-    assert unused.startswith("parallelism.cpu_offload, training.mixed_precision_reduce: no effect")
-    kept, warmup = start_warnings(
-        load("--checkpoint.enable false --training.steps 100 --lr_scheduler.warmup_steps 101")
-    )
-    assert "nothing of this run is kept, and starting it again begins from the first step" in kept
-    assert "lr_scheduler.warmup_steps = 101 is above training.steps = 100" in warmup
+def test_settings_that_only_fsdp_reads_are_named() -> None:
+    assert settings_of_fsdp(load("")) == []
+    options = "--parallelism.cpu_offload --training.mixed_precision_reduce bfloat16"
+    assert settings_of_fsdp(load(options)) == ["parallelism.cpu_offload", "training.mixed_precision_reduce"]

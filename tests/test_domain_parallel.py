@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from config import Model
 from errors import ConfigError
 from models.initialization import fill_with_nan, init_weights
 from models.unet import UNet
@@ -28,7 +29,7 @@ GRADIENT_TOLERANCE = {"float32": 1e-5, "float64": 2e-14}
 
 
 def build_model(periodic: bool, dtype: torch.dtype) -> UNet:
-    model = UNet(5, 3, GRID, 8, 2, periodic=periodic)
+    model = UNet(5, 3, GRID, Model(width=8, levels=2), periodic)
     fill_with_nan(model)
     init_weights(model, seed=0)
     return model.to(dtype)

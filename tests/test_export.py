@@ -15,11 +15,9 @@ import torch
 import xarray as xr
 from safetensors.torch import load_file
 
-from checkpoints.export import CARD
-from config import Config
 from errors import UserError
 from tests.planned import run_export, run_forecast, run_train
-from tests.started_jobs import records, run_options, write_config
+from tests.started_jobs import run_options, write_config
 from training.config_checks import load_checked
 
 PROGRAM = """
@@ -95,34 +93,6 @@ def test_the_folder_is_complete(exported):
     extra = {"model.json": ""}
     torch.export.load(exported.model / "model.pt2", extra_files=extra)
     assert json.loads(extra["model.json"]) == about
-    head, _, card = (exported.model / "README.md").read_text().partition("\n---\n")
-    assert "license:" in head and f"| {NAME} | m s-1 | prognostic |" in card
-    lines = records(exported.model.parent / "run")
-    rmse = next(line for line in reversed(lines) if "val/loss" in line)[f"val/rmse/{NAME}"]
-    assert f"{rmse:.4g}" in card
-
-
-def code_of(card: str) -> str:
-    return card.partition("```python\n")[2].partition("```")[0]
-
-
-def test_the_code_of_the_card_runs(exported, monkeypatch):
-    monkeypatch.chdir(exported.model)
-    about = json.loads((exported.model / "model.json").read_text())
-    state = torch.zeros(1, about["history"], len(about["latitude"]), len(about["longitude"]))
-    names = {"state": state, "times": torch.tensor([1578355200])}
-    exec(code_of((exported.model / "README.md").read_text()), names)
-    assert names["state"].shape == state.shape and names["state"].isfinite().all()
-
-
-def test_the_card_has_every_argument_that_the_program_takes():
-    """A model with noise, lead or forcings of the target fails without them."""
-    about = {"latitude": [1.0], "longitude": [2.0], "history": 1, "variables": [], "step_hours": 6}
-    content = {"config": Config(), "parameters": 1, "name": "m", "data": "", "averaged": False, "scores": []}
-    card = CARD.render(content | {"about": about | {"inputs": ["fields", "times", "keys", "later"]}})
-    code = code_of(card)
-    assert "step(state, times, keys, later=later)" in code
-    assert all(f"# {name} (B" in code for name in ("keys", "later"))
 
 
 def test_the_folder_is_a_checkpoint(exported, tmp_path):

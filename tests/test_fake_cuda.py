@@ -20,7 +20,6 @@ from models.attention import Kernel
 from models.vit import LayerNorm, VisionTransformer
 from training.bad_steps import BadSteps
 from training.gradients import LossScaler
-from training.optimizers.build import build_adamw
 from training.state import Progress, TrainState
 from training.step import update_weights
 
@@ -86,7 +85,7 @@ def test_an_update_whose_gradients_are_on_the_host(
     device, host = torch.device("cuda"), torch.device("cpu")
     parameter = nn.Parameter(torch.empty(4, 4, device=host), requires_grad=False)
     parameter.grad = torch.empty(4, 4, device=host)
-    optimizer = build_adamw({"weight": parameter}, (0.9, 0.95), 1e-8, 0.0)
+    optimizer = torch.optim.AdamW([parameter], lr=0.0, fused=True)
     bad_steps = BadSteps(Training(spike_threshold=spike_threshold), device)
     state = TrainState({"weight": parameter}, optimizer, LossScaler(False), None, Progress(), bad_steps)
     model = SimpleNamespace(parameters={"weight": parameter}, pipeline_group=None, after_update=lambda: None)

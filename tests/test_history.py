@@ -198,10 +198,8 @@ def fields_with_moments(grid: tuple[int, int], *variables: tuple[str, ...]) -> F
 PLAIN_FIELDS = parity.fields_of
 
 
-def loss_in_one_graph(run: SmallRun, fields: Tensor, shares: list[float], begin: int) -> tuple[Tensor, dict]:
-    """Of physical fields (B, h + R, V, H, W), in float64, and its gradients, no part of the rollout used; no
-    gradient goes through the steps before `begin`.
-    """
+def loss_in_one_graph(run: SmallRun, fields: Tensor, shares: list[float]) -> tuple[Tensor, dict]:
+    """Of physical fields (B, h + R, V, H, W), in float64, and its gradients, no part of the rollout used."""
     mean, std, change = (torch.tensor(n).double()[:, None, None] for n in (MEAN, STD, CHANGE))
     model, objective = deepcopy(run.model.meta_model).double(), run.objective
     area = torch.from_numpy(area_weights(objective.conditions.latitude.numpy())).double()
@@ -216,7 +214,6 @@ def loss_in_one_graph(run: SmallRun, fields: Tensor, shares: list[float], begin:
     normalised = (fields.double() - mean) / std
     states, loss = [normalised[:, number].nan_to_num() for number in range(history)], torch.zeros(())
     for number, share in enumerate(shares):
-        states = [state.detach() if number <= begin else state for state in states]
         truth = normalised[:, history + number]
         known = edge & truth.isfinite()
         given = [state * seen for state in states]
@@ -247,35 +244,32 @@ def loss_in_one_graph(run: SmallRun, fields: Tensor, shares: list[float], begin:
 
 
 @pytest.mark.parametrize(
-    ("layout", "settings", "shares"),
+    ("layout", "shares"),
     [
-        (Layout(history=2), {}, [1.0]),
-        (Layout(history=2, rollout=3), {}, THIRDS),
-        (Layout(history=3, rollout=3), {}, THIRDS),
-        (Layout(history=2, rollout=3, model=(("predict", "state"),)), {}, THIRDS),
-        (Layout(history=2, rollout=3, unet=True), {}, THIRDS),
-        (Layout(history=2, rollout=3, roles=True), {}, THIRDS),
-        (Layout(boundary=True), {}, [1.0]),
-        (Layout(history=2, rollout=3, boundary=True), {}, THIRDS),
-        (Layout(rollout=3, boundary=True, model=(("predict", "state"),)), {}, THIRDS),
-        (Layout(rollout=3, roles=True, boundary=True), {}, THIRDS),
-        (Layout(rollout=3), {}, THIRDS),
-        (Layout(history=2, rollout=3), {"rollout_gradient_steps": 2}, [0.0, 0.5, 0.5]),
-        (Layout(rollout=3, model=(("predict", "state"),)), {"rollout_gradient_steps": 1}, [0.0, 0.0, 1.0]),
-        (Layout(rollout=3, model=(("stochastic_depth", 0.5),)), {}, THIRDS),
-        (Layout(rollout=3, conserve=True), {}, THIRDS),
+        (Layout(history=2), [1.0]),
+        (Layout(history=2, rollout=3), THIRDS),
+        (Layout(history=3, rollout=3), THIRDS),
+        (Layout(history=2, rollout=3, model=(("predict", "state"),)), THIRDS),
+        (Layout(history=2, rollout=3, unet=True), THIRDS),
+        (Layout(history=2, rollout=3, roles=True), THIRDS),
+        (Layout(boundary=True), [1.0]),
+        (Layout(history=2, rollout=3, boundary=True), THIRDS),
+        (Layout(rollout=3, boundary=True, model=(("predict", "state"),)), THIRDS),
+        (Layout(rollout=3, roles=True, boundary=True), THIRDS),
+        (Layout(rollout=3), THIRDS),
+        (Layout(rollout=3, model=(("stochastic_depth", 0.5),)), THIRDS),
+        (Layout(rollout=3, conserve=True), THIRDS),
     ],
 )
-def test_gradients_are_those_of_one_graph(one_rank, monkeypatch, layout, settings, shares) -> None:
+def test_gradients_are_those_of_one_graph(one_rank, monkeypatch, layout, shares) -> None:
     monkeypatch.setattr(parity, "fields_of", fields_with_moments)
     model = () if layout.unet else (("attention_backend", "math"), *layout.model)
     layout = replace(layout, grid=(11, 10), model=model)  # patches of 4 x 4 do not divide it
-    run, plain = (SmallRun(layout, **settings) for _ in range(2))
+    run, plain = (SmallRun(layout) for _ in range(2))
     fields = plain.batches(0)[0][0]
     assert split_sample(fields, layout.history)[1].shape[1] == len(shares)
-    begin = len(shares) - settings.get("rollout_gradient_steps", len(shares))
     torch.manual_seed(5)
-    expected, gradients = loss_in_one_graph(plain, fields, shares, begin)
+    expected, gradients = loss_in_one_graph(plain, fields, shares)
     torch.manual_seed(5)
     loss, _ = run.step(0)
     assert loss == pytest.approx(expected.item(), rel=1e-6)

@@ -22,7 +22,7 @@ from tests.parity import full, global_grid
 from training.bad_steps import BadSteps
 from training.ema import EMA
 from training.gradients import LossScaler
-from training.optimizers.build import build_adamw
+from training.optimizers.build import parameter_groups
 from training.state import Progress, TrainState
 
 GRID, LARGER = (8, 16), (13, 20)
@@ -52,7 +52,7 @@ def build(channels: Channels, seed: int, name: str = "vit", dim: int = 16, grid=
 def save(folder: Path, ema: bool = False, **options) -> dict[str, torch.Tensor]:
     """A checkpoint of a model of OLD; its weights."""
     parameters = build(OLD, 0, **options)
-    optimizer = build_adamw(parameters, (0.9, 0.95), 1e-8, 0.1)
+    optimizer = torch.optim.AdamW(parameter_groups(parameters, 0.1), lr=0.0, fused=True)
     average = EMA(parameters, 0.9, lambda: None) if ema else None
     if average:
         for tensor in average.averages.values():

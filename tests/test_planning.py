@@ -18,17 +18,19 @@ from training.config_checks import load_checked
 
 GRID = (32, 64)
 BASE = {"data.forcings": "[]", "data.static_variables": "[]", "model.attention_backend": "sdpa"}
+PLAIN = {"model.mlp": "gelu", "model.position": "learned", "model.qk_norm": "false"}
 SMALL = {"model.dim": "128", "model.num_layers": "6", "training.local_batch_size": "4"}
 
 
 def configuration(**options: str):
-    return load_checked([f"--{key}={value}" for key, value in (BASE | SMALL | options).items()])
+    return load_checked([f"--{key}={value}" for key, value in (BASE | PLAIN | SMALL | options).items()])
 
 
 WINDOWS = {"model.attention_windows": "[[4, 0], [0, 4]]"}
 
 
 RING = {"parallelism.context_parallel_degree": "2", "parallelism.context_parallel_method": "ring"}
+ROTATED = {"model.position": "rotary", "model.qk_norm": "true"}
 LAYOUTS = [
     (1, {}),
     (1, {"activation_checkpoint.mode": "selective"}),
@@ -39,7 +41,7 @@ LAYOUTS = [
     (2, RING | {"parallelism.context_parallel_method": "all_gather"}),
     (2, RING | {"model.attention_backend": "math"}),
     (2, {"parallelism.data_parallel_replicate_degree": "2", "training.global_batch_size": "32"}),
-    (1, {"training.rollout_steps": "[4]", "training.rollout_gradient_steps": "1"}),
+    (1, {"training.rollout_steps": "[4]"}),
     (8, {"data.history": "3", "training.rollout_steps": "[2]"}),
     (1, {"model.position": "rotary"}),
     (2, RING | {"model.position": "rotary"}),
@@ -47,6 +49,11 @@ LAYOUTS = [
     (2, WINDOWS | {"model.attention_backend": "math"}),
     (1, WINDOWS | {"activation_checkpoint.mode": "selective"}),
     (1, WINDOWS | {"model.position": "rotary"}),
+    (1, WINDOWS | ROTATED),
+    (2, RING | ROTATED | {"parallelism.context_parallel_method": "all_gather"}),
+    (2, RING | ROTATED),
+    (1, {"model.mlp": "swiglu"}),
+    (2, {"model.mlp": "swiglu", "activation_checkpoint.mode": "selective"}),
     (1, WINDOWS | {"model.attention_backend": "auto", "training.mixed_precision_param": "bfloat16"}),
     (2, WINDOWS | {"parallelism.context_parallel_degree": "2"}),
 ]

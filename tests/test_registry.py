@@ -39,7 +39,7 @@ def test_a_model_is_what_is_registered(built: tuple[Registered, WeatherModel]) -
     keys = {field.name for field in fields(Model)}
     assert set(known.unused) < keys and set(known.settings) | {*HARMLESS, *known.unused, "name"} == keys
     assert model.grid_shape == GRID and model.in_channels == 5
-    assert model.flops() > 0 and model.describe()
+    assert model.flops() > 0
 
 
 def test_a_model_gives_fields_and_learns_with_all_its_weights(built: tuple[Registered, WeatherModel]) -> None:
@@ -145,9 +145,6 @@ class Pointwise(GridModel):
 
     def flops(self):
         return 1
-
-    def describe(self):
-        return "1 convolution"
 
 
 def build(channels_in, channels_out, grid_shape, model, periodic):

@@ -1,11 +1,9 @@
-"""Tables and CSV from a small Dataset of scores."""
-
-import csv
+"""Tables from a small Dataset of scores."""
 
 import numpy as np
 import xarray as xr
 
-from verification.score_tables import combine, shown_leads, table, variable_names, write_csv
+from verification.score_tables import combine, shown_leads, table, units_of, variable_names
 
 
 def scores(factor: float = 1.0) -> xr.Dataset:
@@ -41,6 +39,8 @@ def test_table_gives_geopotential_metres():
     assert ["2m_temperature", "12", "h", "46", "2", "4", "K"] in rows
     assert not any("geopotential:850" in line for line in lines)
     assert variable_names(scores()) == ["geopotential:500", "2m_temperature"]
+    assert units_of(scores(), "geopotential:500", "mse") == "m4 s-4"
+    assert units_of(scores(), "2m_temperature", "acc") == ""
 
 
 def test_of_many_variables_the_table_has_the_customary_ones():
@@ -62,32 +62,6 @@ def test_leads_that_a_forecast_lacks_are_nan_and_leads_without_dates_have_no_row
     assert any(" 12 h " in line for line in lines) and not any("120 h" in line for line in lines)
     rows = [line.split() for line in table({"model": scores(), "other": late}, "rmse", "").splitlines()]
     assert ["2m_temperature", "120", "h", "0-7"] in [row[:4] for row in rows]
-
-
-def test_csv_has_every_number_once(tmp_path):
-    write_csv(combine({"model": scores(), "persistence": scores(2)}), tmp_path / "scores.csv")
-    with (tmp_path / "scores.csv").open() as file:
-        rows = list(csv.DictReader(file))
-    assert len(rows) == 2 * 3 * 2 * 3
-    found = {(r["variable"], r["metric"]): r["units"] for r in rows}
-    assert found == {
-        ("geopotential", "rmse"): "m2 s-2",
-        ("geopotential", "acc"): "",
-        ("geopotential", "mse"): "m4 s-4",
-        ("2m_temperature", "rmse"): "K",
-        ("2m_temperature", "acc"): "",
-        ("2m_temperature", "mse"): "K2",
-    }
-    of_t2m = [
-        r for r in rows if (r["forecast"], r["variable"], r["metric"]) == ("model", "2m_temperature", "acc")
-    ]
-    assert [r["num_dates"] for r in of_t2m] == ["47", "46", "7"]
-    found = [r for r in rows if r["forecast"] == "persistence" and r["variable"] == "geopotential"]
-    assert {(r["level"], r["lead_hours"], float(r["value"])) for r in found if r["metric"] == "rmse"} == {
-        ("500", "6", 200.0),
-        ("500", "12", 400.0),
-        ("500", "120", 6000.0),
-    }
 
 
 def test_the_first_lead_every_whole_day_and_the_last_are_shown():

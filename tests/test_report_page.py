@@ -51,7 +51,7 @@ def test_a_page_has_starts_configuration_and_plots(tmp_path: Path, capsys) -> No
 
 def test_bad_input_is_one_line(tmp_path: Path, capsys) -> None:
     folder = write_run(tmp_path / "run")
-    with pytest.raises(DataError, match="--output"):
+    with pytest.raises(DataError, match="cannot be written"):
         write_page(folder, tmp_path)
     with pytest.raises(SystemExit) as ended:
         main([str(tmp_path)])

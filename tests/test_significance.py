@@ -97,3 +97,5 @@ def test_forecasts_are_compared_on_what_both_have(tmp_path: Path) -> None:
         card(first, scores(values, [48, 60, 72]))
     with pytest.raises(DataError):
         card(first, scores(values, [6, 12, 24], "temperature"))
+    with pytest.raises(DataError, match="have no number to compare"):  # it was a KeyError of the table
+        card(first, scores(np.inf * values, [6, 12, 24]))

@@ -52,7 +52,7 @@ def test_updates_by_hand():
 @pytest.mark.parametrize("changes", [{}, {"ac_mode": "full"}, {"compiled": True}])
 def test_a_rollout_takes_its_steps(changes):
     """Four times forward and backward, and three forward passes for the states in between."""
-    works = [WORK.replace(**changes), WORK.replace(**changes).rolled_out(4, 4)]
+    works = [WORK.replace(**changes), WORK.replace(rollout_steps=4, **changes)]
     once, four = (step_time(work, A100) for work in works)
     assert 4.5 < four.total / once.total < 5.2
     assert four.classes["update"] == pytest.approx(once.classes["update"])  # one update, whatever the rollout
@@ -61,8 +61,8 @@ def test_a_rollout_takes_its_steps(changes):
 
 
 def test_a_rollout_keeps_states_and_no_activations():
-    four, five, pushed = WORK.rolled_out(4, 4), WORK.rolled_out(5, 5), WORK.rolled_out(4, 1)
-    assert (four.sample_flops, pushed.sample_flops) == (12 * MODEL.flops, 6 * MODEL.flops)
+    four, five = (WORK.replace(rollout_steps=steps) for steps in (4, 5))
+    assert four.sample_flops == 12 * MODEL.flops
     # A start and four truths of float32, the states of four steps and a gradient, and token shards of an
     # input, a truth, weights and a gradient, for 4 samples. One step more: another truth, another state.
     assert field_bytes(four) == pytest.approx(4 * 4 * (5 + 4 + 1 + 4) * VALUES)
@@ -72,9 +72,9 @@ def test_a_rollout_keeps_states_and_no_activations():
 def test_a_pipeline_waits_for_the_states_of_a_rollout():
     """A stage at a time, all others idle, as what they need is not there before."""
     work = WORK.replace(degrees=Degrees(pp=2, dp_shard=32), local_batch=32, global_batch=1024)
-    once, four = (step_time(each, A100) for each in (work, work.rolled_out(4, 4)))
+    once, four = (step_time(each, A100) for each in (work, work.replace(rollout_steps=4)))
     assert four.classes["bubble"] > 4 * once.classes["bubble"]
-    assert any(p.work.degrees.pp > 1 for p in best_layouts(work.rolled_out(4, 4), A100, 100))
+    assert any(p.work.degrees.pp > 1 for p in best_layouts(work.replace(rollout_steps=4), A100, 100))
 
 
 def test_states_on_the_host_cost_its_memory_and_the_link():

@@ -5,13 +5,14 @@ import torch
 import torch.nn.functional as F
 from torch.utils.flop_counter import FlopCounterMode
 
+from config import Model
 from models.initialization import fill_with_nan, init_weights
 from models.unet import ChannelNorm, GridConv2d, UNet
 
 
 def build(grid=(33, 36), width=8, levels=2, dtype=torch.float32, **options) -> UNet:
     with torch.device("meta"):
-        model = UNet(5, 3, grid, width, levels, **options)
+        model = UNet(5, 3, grid, Model(width=width, levels=levels), **options)
     model.to_empty(device="cpu")
     fill_with_nan(model)
     init_weights(model, seed=0)
@@ -28,7 +29,7 @@ def test_the_default_has_its_parameters():
     down = 32_896 + 131_328 + 524_800 + 2_098_176
     stem, head = 65 * 9 * 64 + 64, 64 * 65 + 65
     with torch.device("meta"):
-        model = UNet()
+        model = UNet(65, 65, (721, 1440), Model())
     counted = sum(p.numel() for p in model.parameters())
     assert counted == sum(same.values()) + sum(merging.values()) + down + stem + head == 41_570_881
     assert (model.padded_shape, model.multiple) == ((736, 1440), 16)
@@ -99,7 +100,7 @@ def test_every_parameter_is_initialised_and_keeps_the_size_of_fields():
 
 def test_too_many_levels_say_how_many_there_can_be():
     with pytest.raises(ValueError, match="levels = 7 on a grid of 33 x 36.*levels <= 6"):
-        UNet(5, 3, (33, 36), 4, 7)
+        UNet(5, 3, (33, 36), Model(width=4, levels=7))
     assert build((33, 36), 4, 6).padded_shape == (64, 64)
 
 

@@ -14,7 +14,6 @@ from models.embeddings import (
     Rotary,
     crop_grid,
     pad_grid,
-    sincos_positions,
 )
 from models.initialization import fill_with_nan, init_weights, initial_value
 from models.vit import Attention, StochasticDepth, VisionTransformer
@@ -132,8 +131,7 @@ def test_initial_weights_depend_on_seed_and_name_alone():
     "options",
     [
         {},
-        {"position": "sincos", "qk_norm": True, "qkv_bias": False},
-        {"position": "rotary"},
+        {"position": "rotary", "qk_norm": True, "qkv_bias": False},
     ],
 )
 def test_nothing_stays_nan(options):
@@ -160,13 +158,6 @@ def test_fused_projection_can_be_sliced_by_heads():
             half.projection.weight.copy_(whole.projection.weight[:, rank * 16 : (rank + 1) * 16])
         out = out + half(x)
     torch.testing.assert_close(out, whole(x), rtol=1e-5, atol=1e-6)
-
-
-def test_sincos_positions_meet_at_the_seam():
-    positions = sincos_positions((4, 32), 16, periodic=True).view(4, 32, 16)
-    steps = (positions - positions.roll(1, dims=1)).norm(dim=2)  # from each column to its western neighbour
-    assert torch.allclose(steps, steps[:, :1].expand_as(steps), atol=1e-4)
-    assert len(torch.unique(positions.view(-1, 16).round(decimals=4), dim=0)) == 4 * 32  # no two tokens alike
 
 
 def test_rotary_multiplies_by_complex_numbers():

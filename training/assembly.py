@@ -62,7 +62,7 @@ class Assembly:
 
     def describe(self) -> str:
         channels = f"{self.meta_model.in_channels} channels in, {len(self.normalizer.mean)} out"
-        return f"{self.num_parameters / 1e6:.1f} M parameters, {self.meta_model.describe()}, {channels}"
+        return f"{self.num_parameters / 1e6:.1f} M parameters, {channels}"
 
 
 def assemble(

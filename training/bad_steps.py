@@ -35,7 +35,7 @@ class BadSteps:
         self.spike_threshold, self.rollouts, self.dp = training.spike_threshold, Rollouts.of(training), dp
         # Part of the window's name in a checkpoint: a window of losses with other settings is not loaded.
         settings = [training.loss, training.variable_weights, training.weight_by_change, training.members]
-        settings += [training.rollout_steps, training.rollout_gradient_steps]
+        settings += [training.rollout_steps]
         settings += [training.steps] * (len(training.rollout_steps) > 1)  # which gives the stages' borders
         self.settings = f"{crc32(repr(settings).encode()):08x}"
         self.losses = torch.full((WINDOW,), torch.nan, device=device)  # of good steps, the oldest overwritten

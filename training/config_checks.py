@@ -127,9 +127,6 @@ def _check_rollouts(training: Training) -> None:
     if len(lengths) > training.steps:
         reason = f"{len(lengths)} stages of {training.steps} steps; name fewer, or raise training.steps"
         refuse("training.rollout_steps", lengths, reason)
-    if training.rollout_gradient_steps > max(lengths):
-        reason = f"a rollout has {max(lengths)} steps at most; take less, or 0 for all"
-        refuse("training.rollout_gradient_steps", training.rollout_gradient_steps, reason)
 
 
 def _check_optimizer(config: Config) -> None:

@@ -56,11 +56,10 @@ class Rollouts:
 
     lengths: Sequence[int]  # of the rollouts of each stage
     steps: int  # of the training
-    gradient_steps: int = 0  # the last of them that have losses and gradients; 0: all
 
     @classmethod
     def of(cls, training: Training) -> Self:
-        return cls(training.rollout_steps, training.steps, training.rollout_gradient_steps)
+        return cls(training.rollout_steps, training.steps)
 
     @property
     def longest(self) -> int:
@@ -82,17 +81,8 @@ class Rollouts:
         borders = [self.steps * part // parts for part in range(parts + 1)]
         return list(zip(self.lengths, borders, borders[1:], strict=False))
 
-    def with_gradients(self, length: int) -> int:
-        """Return how many steps of a rollout, the last ones, have gradients."""
-        return min(self.gradient_steps or length, length)
-
-    def shares(self, length: int) -> list[float]:
-        """Return the weights of the losses of a rollout's steps; their sum is 1."""
-        number = self.with_gradients(length)
-        return [0.0] * (length - number) + [1.0 / number] * number
-
     def passes(self, length: int, frozen: bool = False) -> int:
         """Return the forward passes that a rollout costs: a backward pass counts two, or one where matrices
         are frozen and have no gradients; recomputation counts nothing.
         """
-        return length + (1 if frozen else 2) * self.with_gradients(length)
+        return length * (2 if frozen else 3)

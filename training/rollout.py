@@ -24,8 +24,8 @@ from verification.rollout import rollout
 
 
 def forward_backward(objective: Objective, step: int, batch: Batch, scale: float, is_last: bool) -> Tensor:
-    """Return this rank's part of the loss of a micro-batch of training step `step`: the weighted mean over
-    the steps of its rollout. Gradients are those of scale x loss. is_last: they are reduced over all ranks.
+    """Return this rank's part of the loss of a micro-batch of training step `step`: the mean over the
+    steps of its rollout. Gradients are those of scale x loss. is_last: they are reduced over all ranks.
     """
     num_steps = batch.fields.shape[1] - objective.normalizer.history
     if num_steps == 1:
@@ -33,18 +33,16 @@ def forward_backward(objective: Objective, step: int, batch: Batch, scale: float
     model, times = objective.model, batch.times
     start, truths = split_sample(batch.fields, objective.normalizer.history)
     keys, seed = objective.noise_keys(step, times), torch.initial_seed()
-    shares = objective.rollouts.shares(num_steps)
     with span("forecast"):
         windows = forecast(objective, start, truths, times, seed, keys)
-    first = num_steps - objective.rollouts.with_gradients(num_steps)
     loss, later = torch.zeros((), device=model.device), None
-    for number in reversed(range(first, num_steps)):
+    for number in reversed(range(num_steps)):
         seed_rollout_step(seed, number)
-        date, is_first = times + number * objective.step_seconds, number == first
+        date, is_first = times + number * objective.step_seconds, number == 0
         window = windows.pop().requires_grad_(not is_first)
         noise = objective.draw_noise(keys, date)
         step_back = StepBack(objective, window, truths[:, number], date, later, noise)
-        loss += step_back.run(shares[number], scale, is_last=is_last and is_first)
+        loss += step_back.run(1 / num_steps, scale, is_last=is_last and is_first)
         later = None if is_first else step_back.gradient()
     return loss
 

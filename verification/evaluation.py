@@ -37,7 +37,7 @@ from jobs.saved_parts import SavedParts
 from parallelisms.mesh import from_first_rank
 from verification.climatology import Climatology
 from verification.matching import ForecastFields, Matcher, Pair
-from verification.score_tables import by_variable, combine, write_csv
+from verification.score_tables import by_variable, combine
 from verification.scores import (
     DERIVED,
     RegionMeans,
@@ -268,7 +268,6 @@ def write_scores(evaluations: Mapping[str, Evaluation], folder: Path) -> None:
     """Write scores and those by date, and spectra: a NetCDF a forecast."""
     scores = combine({name: evaluation.scores for name, evaluation in evaluations.items()})
     scores.to_netcdf(folder / "scores.nc", engine="h5netcdf")
-    write_csv(scores, folder / "scores.csv")
     by_date = combine({name: evaluation.by_date for name, evaluation in evaluations.items()})
     by_date.to_netcdf(folder / "scores_by_date.nc", engine="h5netcdf")
     for name, evaluation in evaluations.items():

@@ -20,7 +20,7 @@ BASELINES = ("persistence", "damped_persistence", "climatology")
 
 def check_options(options: Namespace) -> None:
     """Replace the texts of lists by lists. Raises ConfigError."""
-    for key, valid in (("baselines", BASELINES), ("regions", (*REGIONS, "all"))):
+    for key, valid in (("baselines", BASELINES), ("regions", tuple(REGIONS))):
         names = [name for name in dict.fromkeys(getattr(options, key).split(",")) if name]
         setattr(options, key, names)
         for name in names:
@@ -70,20 +70,18 @@ def choose_regions(wanted: Sequence[str], grid: Grid) -> list[str]:
     Logs the others. Raises ConfigError for none.
     """
     on_grid = regions_on(grid)
-    found = on_grid if "all" in wanted else [name for name in wanted if name in on_grid]
+    found = [name for name in wanted if name in on_grid]
     if not found:
         reason = f"no point of this grid is in it; there are {', '.join(on_grid)}"
         raise ConfigError(f"--regions {','.join(wanted)}: {reason}")
-    if outside := [name for name in wanted if name not in (*found, "all")]:
+    if outside := [name for name in wanted if name not in found]:
         logger.info("--regions: left out, as no point of this grid is in it: %s", ", ".join(outside))
     return sorted(found, key=lambda name: name != "global")
 
 
-def scorecard_reference(asked: str, names: Sequence[str], num_given: int) -> str:
+def scorecard_reference(names: Sequence[str], num_given: int) -> str:
     """Return the forecast that the scorecard compares with: the second one, or the hardest baseline, "" for
-    none. Raises ConfigError for a name that does not exist.
+    none.
     """
-    if asked and asked not in names:
-        raise ConfigError(f"--against {asked!r}: there are {', '.join(names)}")
     candidates = [*names[1:num_given], "damped persistence", "persistence", "climatology"]
-    return asked or next((name for name in candidates if name in names), "")
+    return next((name for name in candidates if name in names), "")

@@ -1,11 +1,9 @@
 """Plots of a run and of an evaluation: losses, scores against lead time, spectra, maps.
 
-Coastlines are the outline of the data's own land-sea mask, which may be of another planet, or else Natural
-Earth's (coastlines.csv, public domain). Shapes: H latitudes, W longitudes.
+Coastlines are the outline of the data's own land-sea mask. Shapes: H latitudes, W longitudes.
 """
 
 from collections.abc import Mapping, Sequence
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -35,12 +33,11 @@ from verification.score_tables import (
     units_of,
     variable_names,
 )
-from verification.spectra import mean_over_latitudes
+from verification.spectra import mean_of_midlatitudes
 from verification.validation import Example, Scores
 
 # Variables that are drawn first; others follow.
 MAX_MAPS = 4
-COASTLINES = Path(__file__).with_name("coastlines.csv")
 MAX_COLUMNS = 720  # of cells: a panel has fewer pixels, and nine of 1024 x 2048 take 1.1 GiB
 OUTLIERS = 0.1  # per cent at either end that the range of colours may leave out
 TITLES = {"rmse": "Root-mean-square error", "acc": "Anomaly correlation"}
@@ -153,13 +150,10 @@ def plot_maps(example: Example, scores: Scores, grid: Grid, land: np.ndarray | N
 def draw_map(
     axes: Axes, grid: Grid, field: np.ndarray, title: str, land: np.ndarray | None, **colors: Any
 ) -> None:
-    """Draw a field (H, W) on its grid, in degrees, with coastlines and a colour bar."""
+    """Draw a field (H, W) on its grid, in degrees, the outline of land if it is known, and a colour bar."""
     mesh = axes.pcolormesh(*thin(grid, field), shading="nearest", rasterized=True, **colors)
     if land is not None:
         axes.contour(*thin(grid, land), levels=[0.5], colors="k", linewidths=0.6)
-    else:
-        for shift in (-360, 0, 360):  # for maps that go on east or west of 180
-            axes.plot(coastlines()[:, 0] + shift, coastlines()[:, 1], color="k", linewidth=0.6)
     east, north = longitude_bounds(grid.longitude), latitude_bounds(grid.latitude)
     axes.set(xlim=(east[0], east[-1]), ylim=(north[-1], north[0]))
     axes.set_title(title, fontsize=9)
@@ -170,12 +164,6 @@ def thin(grid: Grid, field: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndar
     """Return longitudes, latitudes and values of every n-th cell: a mean would hide noise."""
     every = -(-field.shape[1] // MAX_COLUMNS)
     return grid.longitude[::every], grid.latitude[::every], field[::every, ::every]
-
-
-@cache
-def coastlines() -> np.ndarray:
-    """Return points (n, 2) in degrees east, -180 to 180, and north; NaN between lines."""
-    return np.genfromtxt(COASTLINES, delimiter=",", skip_header=3)
 
 
 def color_range(*fields: np.ndarray, signed: bool = False) -> dict[str, Any]:
@@ -226,13 +214,9 @@ def plot_spectra(spectra: Mapping[str, xr.Dataset], target: Path) -> None:
         of_variable = {each: one for each, one in spectra.items() if name in variable_names(one)}
         own = {each: one_variable(one, name).sel(source="forecast") for each, one in of_variable.items()}
         own["truth"] = one_variable(first, name).sel(source="truth")
-        means = [
-            mean_over_latitudes(each.isel(lead_time=-1)).reset_coords(drop=True) for each in own.values()
-        ]
-        mean = xr.concat(means, pd.Index(list(own), name="forecast")).isel(frequency=slice(1, None))
-        mean = mean.where(mean > 0).assign_coords({"wavelength (km)": 1e-3 / mean["frequency"]})
-        lines[name] = mean.swap_dims(frequency="wavelength (km)")
+        means = [mean_of_midlatitudes(each.isel(lead_time=-1, drop=True)) for each in own.values()]
+        mean = xr.concat(means, pd.Index(list(own), name="forecast")).isel(zonal_wavenumber=slice(1, None))
+        lines[name] = mean.where(mean > 0)
     dates, units = int(first["num_dates"][-1]), [units_of(first, name) for name in lines]
     title = f"Zonal energy at {lead_hours(first)[-1]} h, {dates} initial dates"
-    look = {"xscale": "log", "yscale": "log", "xincrease": False}
-    plot_lines(lines, units, title, target, "wavelength (km)", **look)
+    plot_lines(lines, units, title, target, "zonal_wavenumber", xscale="log", yscale="log")

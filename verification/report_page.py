@@ -2,10 +2,8 @@
 
     .venv/bin/python -m verification.report_page outputs/demo
 
---output FILE    (default: report.html in the run's folder)
-
-The plots of train.py and evaluate.py that the folder has, starts and configuration. Exit codes: 0, 2 bad
-input.
+It writes report.html into the run's folder: the plots of train.py and evaluate.py that are there, starts and
+configuration. Exit codes: 0, 2 bad input.
 """
 
 import base64
@@ -16,12 +14,10 @@ from pathlib import Path
 import pandas as pd
 from jinja2 import Environment, FileSystemLoader
 
-from command_line import own_options, split_options
 from errors import ConfigError, DataError, one_line_errors
 from jobs.durable_files import write_durably
 from jobs.journal import read_records
 
-OPTIONS = own_options(output="")
 PLOTS = ("plots/*.png", "evaluation/*.png")
 
 
@@ -43,7 +39,7 @@ def write_page(folder: Path, output: Path) -> None:
     try:
         write_durably(output, page)
     except OSError as error:
-        raise DataError(f"--output {output}: {error.strerror}; name another file") from None
+        raise DataError(f"{output}: cannot be written: {error.strerror}") from None
 
 
 def main(argv: list[str]) -> None:
@@ -51,11 +47,10 @@ def main(argv: list[str]) -> None:
         print(__doc__)
         return
     with one_line_errors():
-        options, names = split_options(argv, OPTIONS)
-        if len(names) != 1 or names[0].startswith("-"):
-            raise ConfigError(f"report_page {' '.join(names)}: name a run's folder, such as outputs/demo")
-        target = Path(options.output or Path(names[0]) / "report.html")
-        write_page(Path(names[0]), target)
+        if len(argv) != 1 or argv[0].startswith("-"):
+            raise ConfigError(f"report_page {' '.join(argv)}: name a run's folder, such as outputs/demo")
+        target = Path(argv[0]) / "report.html"
+        write_page(Path(argv[0]), target)
         print(f"written: {target}")
 
 

@@ -4,7 +4,6 @@ as tables of text and CSV.
 
 import re
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,7 +13,7 @@ import xarray as xr
 from datasets.variables import group_levels, split_name, units
 
 GRAVITY = 9.80665  # m s-2: geopotential over it is in geopotential metres
-# CSV and NetCDF have all.
+# scores.nc has all.
 LEADS_SHOWN = 6  # of a table that are not whole days
 VARIABLES_SHOWN = 24
 HEADLINE = (
@@ -149,11 +148,11 @@ def table(scores: Mapping[str, xr.Dataset], metric: str, title: str) -> str:
     counts = first.sel(metric="num_dates").to_array()
     scored = (counts > 0).any([dim for dim in counts.dims if dim != "lead_time"])
     leads = shown_leads(first["lead_time"].values[scored.values])
-    names = shown = variable_names(first)
+    names = printed = variable_names(first)
     if len(names) > VARIABLES_SHOWN:
-        shown = headline(names)
-        title += f"; {len(shown)} of {len(names)} variables"
-    for name in shown:
+        printed = headline(names)
+        title += f"; {len(printed)} of {len(names)} variables"
+    for name in printed:
         values, dates = (select(whole, each, name).sel(lead_time=leads) for each in (metric, "num_dates"))
         if metric != "rmse":  # of which one that is not finite is shown as nan
             values = values.dropna("forecast", how="all")
@@ -178,19 +177,3 @@ def shown_leads(leads: np.ndarray) -> np.ndarray:
     if len(leads) <= LEADS_SHOWN:
         return leads
     return leads[(leads % DAY == np.timedelta64(0, "h")) | np.isin(leads, leads[[0, -1]])]
-
-
-def write_csv(scores: xr.Dataset, target: Path) -> None:
-    """Write a row a number of combined scores, with its units and number of initial dates."""
-    columns = ["forecast", "metric", "region", "variable", "level", "lead_hours", "value", "units"]
-    parts = []
-    for name, array in scores.reset_coords("num_dates", drop=True).data_vars.items():
-        values, num_dates = array.drop_sel(metric="num_dates"), array.sel(metric="num_dates", drop=True)
-        table = xr.Dataset({"value": values, "num_dates": num_dates}).to_dataframe()
-        parts.append(table.reset_index().assign(variable=name))
-    rows = pd.concat(parts).reindex(columns=[*columns, "lead_time", "num_dates"])
-    rows = rows[np.isfinite(rows["value"])].astype({"num_dates": int, "level": "Int64"})
-    rows["lead_hours"] = rows["lead_time"] // np.timedelta64(1, "h")
-    pairs = zip(rows["variable"], rows["metric"], strict=True)
-    rows["units"] = [units_of(scores, variable, metric) for variable, metric in pairs]
-    rows.to_csv(target, columns=[*columns, "num_dates"], index=False, lineterminator="\r\n")

@@ -29,7 +29,7 @@ def build_scorecard(first: str, second: str, evaluations: Mapping[str, Evaluatio
 
     Columns first, second, variable, lead_hours, percent (below 0 the first has the smaller error),
     significant (1 or 0; 0 also where the dates are fewer than `dates_needed`), num_dates that both have.
-    Attribute `dates_needed`. Raises DataError if both have nothing in common.
+    Attribute `dates_needed`. Raises DataError if there is nothing to compare.
     """
     own = (evaluations[name].by_date.sel(metric="mse").isel(region=0) for name in (first, second))
     ours, theirs = xr.align(*own, join="inner")
@@ -46,6 +46,8 @@ def build_scorecard(first: str, second: str, evaluations: Mapping[str, Evaluatio
         columns |= {"significant": outside.astype(int), "num_dates": num_dates}
         parts.append(pd.DataFrame({"first": first, "second": second, **columns}))
     card = pd.concat(parts, ignore_index=True)
+    if not np.isfinite(card["percent"]).any():
+        raise DataError(f"{first} and {second} have no number to compare: one is broken, or lacks the dates")
     card.attrs["dates_needed"] = MIN_BLOCKS * block
     return card
 
@@ -92,7 +94,7 @@ def bootstrap(first: np.ndarray, second: np.ndarray, block_length: int) -> np.nd
 
 def write_scorecard(card: pd.DataFrame, folder: Path) -> None:
     """Write the scorecard as CSV, and as an HTML table of coloured per cents, bold where significant."""
-    finite = card[np.isfinite(card["percent"])]  # others: a forecast is broken, or no date is common
+    finite = card.loc[np.isfinite(card["percent"])]  # others: a forecast is broken, or no date is common
     finite.to_csv(folder / "scorecard.csv", index=False, float_format="%.4f", lineterminator="\r\n")
     table = finite.pivot(index="variable", columns="lead_hours").reindex(finite["variable"].unique())
     weights = table["significant"].map(lambda significant: "font-weight: bold" * (significant == 1))

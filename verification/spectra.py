@@ -6,7 +6,6 @@ sum over k is the integral of f^2 along the circle, in units of f^2 times metres
 members, H latitudes, W longitudes, K = W // 2 + 1 wavenumbers.
 """
 
-import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -19,7 +18,7 @@ from datasets.grid import Grid
 from verification.matching import Pair
 from verification.score_tables import by_variable, squared
 
-MIDLATITUDES = ((-60.0, -30.0), (30.0, 60.0))  # where spectra are averaged for plots
+MIDLATITUDES = (30.0, 60.0)  # degrees north and south, where spectra are averaged for plots
 EARTH_RADIUS = (6357e3 + 6378e3) / 2  # metres; WeatherBench2's
 
 
@@ -93,28 +92,10 @@ def zonal_energy_spectrum(fields: Tensor, length: Tensor) -> Tensor:
     return energy * length[:, None]
 
 
-def mean_over_latitudes(
-    spectrum: xr.DataArray, bands: Sequence[tuple[float, float]] = MIDLATITUDES
-) -> xr.DataArray:
-    """Return the mean spectrum over the rows inside the bands (south, north), on common frequencies (1/m);
-    over all rows but the poles where no row is inside.
-
-    spectrum has dimensions latitude and zonal_wavenumber; the result `frequency` instead, which runs over
-    what all these rows have; rows are interpolated linearly between their own (WeatherBench2,
-    interpolate_spectral_frequencies). Rows without a value (NaN) are left out.
+def mean_of_midlatitudes(spectrum: xr.DataArray) -> xr.DataArray:
+    """Return the mean of a spectrum over the rows of middle latitudes; over all but the poles where the grid
+    has none. Rows without a value (NaN) are left out.
     """
-    north = spectrum.latitude.values
-    inside = np.any([(north >= low) & (north <= high) for low, high in bands], axis=0)
-    inside = inside if inside.any() else np.abs(north) < 90
-    rows = spectrum.isel(latitude=np.flatnonzero(inside)).transpose("latitude", ..., "zonal_wavenumber")
-    rows = rows.drop_vars("zonal_wavenumber", errors="ignore")
-    numbers = np.arange(rows.sizes["zonal_wavenumber"])
-    own = numbers / circumference(rows.latitude.values)[:, None]  # (H, K)
-    common = np.linspace(own[:, 0].max(), own[:, -1].min(), len(numbers))
-    at_common = [
-        np.apply_along_axis(lambda e, f=f: np.interp(common, f, e), -1, row)
-        for row, f in zip(rows.values, own, strict=True)
-    ]
-    with warnings.catch_warnings(action="ignore", category=RuntimeWarning):  # no row has a value: NaN
-        mean = rows.isel(latitude=0, drop=True).copy(data=np.nanmean(at_common, axis=0))
-    return mean.rename(zonal_wavenumber="frequency").assign_coords(frequency=common)
+    north = abs(spectrum["latitude"])
+    inside = (north >= MIDLATITUDES[0]) & (north <= MIDLATITUDES[1])
+    return spectrum.where(inside if inside.any() else north < 90).mean("latitude")

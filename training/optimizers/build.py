@@ -24,7 +24,7 @@ def build_optimizer(
     groups = parameter_groups(parameters, settings.weight_decay)
     betas, eps, momentum = settings.betas, settings.eps, settings.momentum
     table: dict[str, Callable[[], torch.optim.Optimizer]] = {
-        "AdamW": lambda: build_adamw(parameters, betas, eps, settings.weight_decay),
+        "AdamW": lambda: torch.optim.AdamW(groups, lr=0.0, betas=betas, eps=eps, fused=True),
         "LAMB": lambda: LAMB(groups, betas, eps, sums),
         "LARS": lambda: LARS(groups, momentum, sums),
         "Muon": lambda: Muon(
@@ -33,14 +33,6 @@ def build_optimizer(
         "SGD": lambda: SGD(groups, momentum),
     }
     return table[settings.name]()
-
-
-def build_adamw(
-    parameters: dict[str, nn.Parameter], betas: tuple[float, float], eps: float, weight_decay: float
-) -> torch.optim.AdamW:
-    """Return torch's fused AdamW."""
-    groups = parameter_groups(parameters, weight_decay)
-    return torch.optim.AdamW(groups, lr=0.0, betas=betas, eps=eps, fused=True)
 
 
 def parameter_groups(parameters: dict[str, nn.Parameter], weight_decay: float) -> list[dict]:
