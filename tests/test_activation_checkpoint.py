@@ -205,17 +205,6 @@ def test_gradients_are_those_without_it(mode: str, options: dict) -> None:
         assert torch.equal(plain[name], recomputed[name]), name
 
 
-@pytest.mark.parametrize("mode", MODES)
-def test_names_and_modules_stay(mode: str) -> None:
-    model = build(mode)
-    before = [name for name, _ in build("none").named_modules()]
-    model(patches())
-    assert [name for name, _ in model.named_modules()] == before
-    assert isinstance(model.blocks, nn.ModuleDict)
-    with torch.no_grad():
-        assert torch.equal(model(patches()), build("none")(patches()))
-
-
 @pytest.mark.parametrize("mode", RECOMPUTING)
 def test_compiled_with_fsdp(mode: str, one_rank: torch.device) -> None:
     """tests/test_parity.py has it without compile."""

@@ -15,8 +15,7 @@ from datasets.codecs import register_codecs
 from datasets.grid import Grid, area_weights
 from datasets.statistics import Source, compute
 from errors import ConfigError, DataError
-from planning.clusters import load_cluster
-from planning.start_checks import check_machine, open_checked
+from planning.start_checks import open_checked
 from tests.sample_archives import analyses, weatherbench
 from tests.started_jobs import write_config
 from training.config_checks import load_checked
@@ -39,14 +38,6 @@ def test_a_blosc_chunk_that_was_cut_short_is_not_read_past_its_end(tmp_path, for
         zarr.open_array(str(tmp_path / "a.zarr"), path="x", mode="r")[:]
 
 
-def test_more_ranks_than_the_machine_holds_are_refused(tmp_path, monkeypatch):
-    """They were started until the kernel killed others."""
-    monkeypatch.setenv("NGPU", "1000000")
-    config = load_checked(["--job.config_file", str(write_config(tmp_path)), "--training.local_batch_size=2"])
-    with pytest.raises(ConfigError, match="NGPU = 1000000: processes on a machine of"):
-        check_machine(config)
-
-
 @pytest.mark.parametrize(
     "more", ["--model.dim=65536 --model.num_layers=4096", "--training.local_batch_size=65536"]
 )
@@ -56,18 +47,6 @@ def test_sizes_that_the_machine_does_not_hold_are_refused(tmp_path, monkeypatch,
     open_checked(load_checked(options))
     with pytest.raises(ConfigError, match="GiB, and this machine has"):
         open_checked(load_checked([*options, *more.split()]))
-
-
-@pytest.mark.parametrize("path", ["/dev/full", "/dev/zero"])
-def test_a_device_is_no_configuration(path):
-    """It was read until memory ran out."""
-    with pytest.raises(ConfigError, match="a device or a pipe"):
-        load_checked(["--job.config_file", path])
-
-
-def test_a_cluster_of_any_number_of_devices_is_none():
-    with pytest.raises(ConfigError, match="at most 1,000,000 devices"):
-        load_cluster("a100x99999999999999")
 
 
 def test_a_stranger_with_a_name_like_ours_is_named(tmp_path, caplog):

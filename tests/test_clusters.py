@@ -30,6 +30,7 @@ def test_a_name_alone_is_a_node() -> None:
     [
         ("h10x64", "did you mean h100?"),
         ("a100x0", "give at least 1"),
+        ("a100x99999999999999", "at most 1,000,000 devices"),
         ("zz", "valid: a100, a100-8hdr, a100-40, a100-80, h100, h200, b200, cpu"),
         ("", "no such machine"),
     ],

@@ -20,10 +20,11 @@ from datasets.convert import check_packing, choose_packing, main, parse_grid
 from datasets.fields import Decoding
 from datasets.grid import area_weights
 from errors import ConfigError, DataError
-from tests.sample_archives import EXACT, NAMES, anemoi, cds_old, packed_zarr
+from tests.sample_archives import NAMES, anemoi, arco, cds_old, file_a_variable, packed_zarr, weatherbench
 from tests.test_archive import needs
 from tests.test_grid import globe
 
+LAYOUTS = [weatherbench, arco, file_a_variable, cds_old, packed_zarr]
 SHORT_SHARDS = 4  # dates: of the real size a small archive is one object, and slow to write
 
 
@@ -66,14 +67,17 @@ def attributes_of(path: Path, name: str) -> dict:
     return json.loads((path / name.replace(":", "_") / "zarr.json").read_text())["attributes"]
 
 
-@pytest.mark.parametrize("layout", [*EXACT, cds_old, packed_zarr], ids=lambda layout: layout.__name__)
-def test_every_layout_comes_back(layout: Callable, tmp_path: Path, truth: xr.Dataset) -> None:
-    """Names, dates, grid, static fields and holes as in the source; float32 bit-exact, float16 near."""
+@pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: layout.__name__)
+def test_layouts_come_back(layout: Callable, tmp_path: Path, truth: xr.Dataset) -> None:
+    """Names, dates, grid, static fields and holes as in the source; float32 bit-exact, float16 near.
+
+    tests/test_layouts.py reads all layouts.
+    """
     (tmp_path / "in").mkdir()
     source = layout(tmp_path / "in", truth)
     archive = open_archive(source)
     wanted = archive.read_block(0, 5, NAMES)
-    for dtype in ("float32", "float16") if layout in (EXACT[0], cds_old) else ("float32",):
+    for dtype in ("float32", "float16") if layout in (weatherbench, cds_old) else ("float32",):
         target = tmp_path / dtype
         found = convert(source, target, "--dtype", dtype)
         assert set(found.variables) == set(archive.variables)
@@ -117,7 +121,7 @@ def test_real_archives_come_back(path: str, tmp_path: Path) -> None:
 
 def test_xarray_reads_the_same(tmp_path: Path, truth: xr.Dataset) -> None:
     """Offset, scale, dates and missing values by CF's names."""
-    source = EXACT[0](tmp_path, truth)
+    source = weatherbench(tmp_path, truth)
     found = convert(source, tmp_path / "out")
     with xr.open_zarr(tmp_path / "out", consolidated=True) as ds:
         assert (ds.time.values == truth.time.values).all()
@@ -127,7 +131,7 @@ def test_xarray_reads_the_same(tmp_path: Path, truth: xr.Dataset) -> None:
 
 def test_a_bit_that_turned_over_in_a_value_is_seen(tmp_path: Path, truth: xr.Dataset) -> None:
     """lz4 unpacks another number without a word; zarr-python and the loader's threads both look."""
-    store = convert(EXACT[0](tmp_path, truth), tmp_path / "out", "--dtype", "float32")
+    store = convert(weatherbench(tmp_path, truth), tmp_path / "out", "--dtype", "float32")
     assert store.reads_by_threads(["2m_temperature"])
     path = tmp_path / "out/2m_temperature/c/0/0/0"
     content = bytearray(path.read_bytes())
@@ -143,7 +147,7 @@ def test_a_bit_that_turned_over_in_a_value_is_seen(tmp_path: Path, truth: xr.Dat
 
 
 def test_variables_levels_and_period(tmp_path: Path, truth: xr.Dataset) -> None:
-    source = EXACT[0](tmp_path, truth)
+    source = weatherbench(tmp_path, truth)
     chosen = ["--variables", "geopotential", "temperature:850", "--levels", "500", "1000"]
     found = convert(source, tmp_path / "a", *chosen, "--period", "2019-12-31T12", "2020-01-01")
     assert set(found.variables) == {"geopotential:500", "geopotential:1000", "temperature:850"}
@@ -196,7 +200,7 @@ def test_float16_refuses_what_it_cannot_store(tmp_path: Path, truth: xr.Dataset)
     times = np.datetime64("2020-01-01", "ns") + np.arange(31) * np.timedelta64(6, "h")
     many = many.assign_coords(time=times)
     many["2m_temperature"][7] = 1e9
-    source = EXACT[0](tmp_path, many)
+    source = weatherbench(tmp_path, many)
     with pytest.raises(DataError, match="2m_temperature at 2020-01-02T18:00:00: .*--dtype float32"):
         convert(source, tmp_path / "out")
     with pytest.raises(DataError, match="its conversion has not ended"):
@@ -311,7 +315,7 @@ def test_a_source_that_changes_while_a_conversion_is_killed(
 def test_what_is_refused(tmp_path: Path, truth: xr.Dataset, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each in a line that names the option; TARGET is not changed."""
     monkeypatch.chdir(tmp_path)
-    source, target = EXACT[0](tmp_path, truth), tmp_path / "out"
+    source, target = weatherbench(tmp_path, truth), tmp_path / "out"
     convert(source, target)
     before = {path: path.stat().st_mtime_ns for path in target.rglob("*")}
     (tmp_path / "mine").mkdir()

@@ -9,7 +9,8 @@ import pytest
 from datasets.selection import open_selection
 from tests.era5_like import write_era5_like
 from tests.planned import run_train
-from tests.s3_server import ROOT, S3Server
+from tests.s3_server import S3Server
+from tests.started_jobs import ROOT
 from training.config_checks import load_checked
 
 CONFIG = ROOT / "train_configs/era5_64x32.toml"

@@ -9,7 +9,7 @@ import pytest
 
 from command_line import own_options, split_options
 from config import SECTIONS, Range
-from errors import ConfigError, format_value, without_secrets
+from errors import ConfigError, without_secrets
 from plan import OPTIONS as PLAN
 from training.config_checks import load_checked
 
@@ -96,10 +96,6 @@ def test_credentials_of_a_url_are_not_shown(text):
 def test_what_is_no_secret_stays():
     text = "gs://weatherbench2/datasets/era5/1959-2022-6h-1440x721.zarr?project=x and a@b"
     assert without_secrets(text) == text
-
-
-def test_a_long_value_is_cut():
-    assert len(format_value("x" * 10**6)) < 400
 
 
 def test_own_options_of_a_verb():

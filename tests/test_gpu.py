@@ -135,6 +135,7 @@ def rows_in(folder: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
+@pytest.mark.slow
 def test_the_rehearsal_ends_in_the_table(tmp_path: Path) -> None:
     """Parts of one process; what they have measured lies where it was asked for."""
     started = rehearsal(tmp_path, "loader,activations")

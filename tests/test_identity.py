@@ -76,6 +76,7 @@ def test_a_checkpoint_says_what_its_weights_mean(ended):
         ("model.predict", "state", "'change'"),
         ("data.variables", '["10m_v_component_of_wind", "10m_u_component_of_wind"]', "['10m_u"),
         ("data.step_hours", "12", "6"),
+        ("data.history", "2", "1"),
         ("data.forcings", '["sin_local_time"]', "[]"),
     ],
 )

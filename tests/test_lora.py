@@ -258,10 +258,10 @@ def test_averages_of_parts_that_train_from_now_on_start_from_their_weights(base,
     assert not torch.equal(after[f"model.{head}"], before[f"model.{head}"])
 
 
-@pytest.mark.parametrize("change", [("rank", "3"), ("alpha", "8")])
-def test_other_adapters_do_not_resume(base, tmp_path: Path, change: tuple[str, str]) -> None:
+def test_other_adapters_do_not_resume(base, tmp_path: Path) -> None:
     options = adapt(base, tmp_path / "run")
-    refused([*options, "--training.steps", "6", f"--lora.{change[0]}={change[1]}"], f"lora.{change[0]}")
+    for key, value in (("rank", "3"), ("alpha", "8")):
+        refused([*options, "--training.steps", "6", f"--lora.{key}={value}"], f"lora.{key}")
 
 
 def test_merged_it_is_a_plain_model_with_the_same_forecasts(base, tmp_path: Path) -> None:

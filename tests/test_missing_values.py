@@ -13,7 +13,6 @@ from config import Config
 from datasets.archive import Archive, open_archive
 from datasets.grid import Grid
 from datasets.remote import NO_OPTIONS
-from datasets.selection import Selection
 from errors import ConfigError, DataError
 from tests.forecasts import analyses, climatology, forecasts, grid, write
 from verification.baselines import AnalysesForecast, persistence
@@ -21,7 +20,6 @@ from verification.climatology import open_climatology
 from verification.evaluation import evaluate
 from verification.evaluation_options import choose_regions, open_forecasts
 from verification.forecast_layouts import StoredForecast, open_forecast
-from verification.score_tables import table
 from verification.scorecard import build_scorecard
 from verification.stores import COMPUTED, DIVERGED, NO_ANALYSIS
 
@@ -119,28 +117,6 @@ def test_a_variable_or_day_that_the_climatology_lacks_costs_its_acc(opened, tmp_
     np.testing.assert_allclose(scores, early.mean("time"), rtol=1e-12)
 
 
-def test_the_table_has_the_number_of_dates_of_every_forecast(
-    opened, tmp_path: Path, truth: xr.Dataset
-) -> None:
-    lacking = truth.copy(deep=True)
-    lacking["2m_temperature"][0] = np.nan
-    baseline, archive = persisted(lacking, tmp_path / "lacking.zarr")
-    dates = opened[0].times
-    parts = {"model": evaluate(opened[0], archive).scores}
-    parts["persistence"] = evaluate(baseline, archive, dates=dates[np.isin(dates, baseline.times)]).scores
-    rows = [line.split() for line in table(parts, "rmse", "").splitlines()]
-    assert ["2m_temperature", "6", "h", "3-4"] in [row[:4] for row in rows]
-    assert ["geopotential:500", "6", "h", "4"] in [row[:4] for row in rows]
-
-
-def test_an_infinite_value_is_no_missing_one(opened, tmp_path: Path, truth: xr.Dataset) -> None:
-    broken = forecasts(truth, 4, LEADS)
-    broken["2m_temperature"][1, 1, 2, 2] = np.inf
-    forecast = open_forecast(write(broken, tmp_path / "broken.zarr"))
-    found = rmse(evaluate(forecast, opened[1]).scores, "2m_temperature")
-    assert np.isfinite(found[0]) and not np.isfinite(found[1])
-
-
 def test_spectra_leave_out_rows_with_missing_values(opened, tmp_path: Path, truth: xr.Dataset) -> None:
     lacking = truth.copy(deep=True)
     lacking["2m_temperature"][5, 2, 3] = np.nan
@@ -188,19 +164,6 @@ def test_a_forecast_that_blew_up_is_not_left_out(tmp_path: Path, truth: xr.Datas
         write(stored, path) if suffix == "zarr" else stored.to_netcdf(path, engine="h5netcdf")
         found = evaluate(open_forecast(str(path)), archive).scores
         assert np.isfinite(rmse(found, "2m_temperature")).tolist() == [True, name == "missing"]
-
-
-# -- the dates that count ------------------------------------------------------------------------------
-
-
-def test_a_history_of_two_states_takes_a_date_from_the_validation(tmp_path: Path, truth: xr.Dataset) -> None:
-    """Of 20 dates the first has no state before it: 18 have a window and 6 h after them."""
-    archive = open_archive(write(truth, tmp_path / "truth.zarr"))
-    everything = np.arange(len(archive.times))
-    for history, counts in ((1, [19, 16]), (2, [18, 15])):
-        selection = Selection(archive, archive.variables, {}, STEP, everything, everything, history)
-        samples = selection.samples_by_lead("validation", [1, 4], history=history)
-        assert (samples[:, history:] >= 0).sum(axis=0).tolist() == counts
 
 
 # -- exports that would replace something --------------------------------------------------------------

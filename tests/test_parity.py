@@ -26,7 +26,7 @@ def test_layout(name: str, ranks, references) -> None:
     outcomes: list[Outcome] = ranks(layout.ranks).run(three_steps, layout)
     assert all(outcome.losses == outcomes[0].losses for outcome in outcomes)  # shown alike by every rank
     errors = outcomes[0].errors(references[reference])
-    wrong = {what: error for what, error in errors.items() if error > layout.tolerance(what)}
+    wrong = {what: error for what, error in errors.items() if not error <= layout.tolerance(what)}
     assert not wrong, f"{name}: {wrong}"
 
 

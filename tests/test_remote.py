@@ -55,18 +55,18 @@ def started(folder) -> Iterator[S3Server]:
 def server(started, monkeypatch) -> S3Server:
     """Quick and reliable again, asked by nobody."""
     monkeypatch.setitem(remote.RETRIES, "backoff", BACKOFF)
-    started.set(latency=0.0, error_rate=0.0)
-    started.requests()
+    started.latency = started.error_rate = 0.0
+    started.seen.clear()
     return started
 
 
 @pytest.mark.parametrize("name", ["wb.zarr", "three.zarr"])
 def test_failures_and_latency_cost_no_value(server, folder, name):
-    server.set(latency=0.02, error_rate=0.1)
+    server.latency, server.error_rate = 0.02, 0.1
     archive = open_archive(f"s3://bucket/{name}", access=Access(server.options))
     for _ in range(4):
         np.testing.assert_array_equal(archive.read_block(0, 5, NAMES), values(analyses()))
-    assert len(server.requests()) > 60
+    assert len(server.seen) > 60
 
 
 def test_a_missing_chunk_is_missing_there_too(server):
@@ -98,7 +98,7 @@ def test_train_validate_and_forecast_from_a_store_that_fails(server, folder, tmp
     """The losses are those of local files, to the bit, and the forecasts too."""
     local = configuration(tmp_path, tmp_path / "local", str(folder / "training/wb.zarr"))
     remote = [*run_options(Path(local[1]), tmp_path / "remote"), "--data.path", "s3://bucket/ten.zarr"]
-    server.set(latency=0.005, error_rate=0.1)
+    server.latency, server.error_rate = 0.005, 0.1
     here, there = (run_train(*arguments) for arguments in (local, [*remote, *server.arguments]))
     run_forecast(local, tmp_path / "local/forecast.zarr")
     run_forecast([*remote, *server.arguments], tmp_path / "remote/forecast.zarr")
@@ -117,19 +117,13 @@ def test_forecasts_and_climatologies_may_be_behind_urls_too(server, folder, tmp_
     hours = truth.isel(time=slice(0, 4)).rename(time="hour").assign_coords(hour=[0, 6, 12, 18])
     for name, dataset in (("forecast.zarr", made), ("climatology.zarr", hours)):
         dataset.to_zarr(tmp_path / name, zarr_format=2, consolidated=True)
-        upload(server, tmp_path / name, f"bucket/{name}")
+        server.upload(f"bucket/{name}", tmp_path / name)
     access = Access(server.options, "s3")
     found = open_forecast("s3://bucket/forecast.zarr", access=access)
     assert found.leads.tolist() == leads.astype("timedelta64[s]").tolist() and len(found.times) == 5
     fields = found.read_block(slice(0, 5), slice(0, 2), ["2m_temperature"])
     np.testing.assert_array_equal(fields[:, 1, 0], truth["2m_temperature"].values)
     assert open_climatology("s3://bucket/climatology.zarr", access).rows["hour"].keys() == {0, 6, 12, 18}
-
-
-def upload(server: S3Server, folder: Path, key: str) -> None:
-    for path in folder.rglob("*"):
-        if path.is_file():
-            server.put(f"{key}/{path.relative_to(folder)}", path.read_bytes())
 
 
 # -- what goes wrong
@@ -165,7 +159,7 @@ def test_a_store_that_does_not_answer_is_one_line(monkeypatch):
 def test_a_store_that_ends_during_a_run_is_one_line(server, monkeypatch):
     monkeypatch.setitem(remote.RETRIES, "max_retries", 1)
     archive = open_archive(URL, access=Access(server.options))
-    server.set(error_rate=1.0)
+    server.error_rate = 1.0
     with pytest.raises(DataError, match="s3://bucket/wb.zarr: geopotential at .* cannot be read") as error:
         archive.read_block(0, 5, NAMES)
     assert "\n" not in str(error.value)

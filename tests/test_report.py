@@ -3,7 +3,7 @@
 import numpy as np
 import xarray as xr
 
-from verification.score_tables import combine, headline, shown_leads, table, units_of, variable_names
+from verification.score_tables import combine, shown_leads, table, units_of, variable_names
 
 
 def scores(factor: float = 1.0) -> xr.Dataset:
@@ -60,6 +60,8 @@ def test_leads_that_a_forecast_lacks_are_nan_and_leads_without_dates_have_no_row
         late[name].loc[{"metric": "num_dates", "lead_time": np.timedelta64(120, "h")}] = 0
     lines = table({"model": late}, "rmse", "").splitlines()
     assert any(" 12 h " in line for line in lines) and not any("120 h" in line for line in lines)
+    rows = [line.split() for line in table({"model": scores(), "other": late}, "rmse", "").splitlines()]
+    assert ["2m_temperature", "120", "h", "0-7"] in [row[:4] for row in rows]
 
 
 def test_the_first_lead_every_whole_day_and_the_last_are_shown():
@@ -76,8 +78,3 @@ def test_combined_scores_have_the_dates_of_every_forecast():
     assert found["num_dates"].dims == ("forecast", "lead_time")
     assert found["num_dates"].values.tolist() == [[47, 47, 7], [47, 0, 7]]
     assert found["2m_temperature"].attrs["units"] == "K"
-
-
-def test_customary_variables_are_drawn_first():
-    names = [f"temperature:{level}" for level in range(100, 1000, 100)] + ["geopotential:500"]
-    assert headline(names)[0] == "geopotential:500" and len(headline(names)) == 8

@@ -1,11 +1,11 @@
 """What continues from a step, in one list: a new run, a resumed one, one that goes back over bad steps."""
 
 import gc
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -77,10 +77,7 @@ def run_with_a_bad_step(tmp_path, monkeypatch) -> list[dict[str, dict[str, Any]]
     config = write_config(
         tmp_path,
         small_dataset({"10m_u_component_of_wind": u}),
-        data={
-            "train_period": ["2020-01-01", "2020-01-09"],
-            "validation_period": ["2020-01-11", "2020-01-12"],
-        },
+        data=PERIODS,
         training={"steps": 10, "ema_decay": 0.9, "global_batch_size": 4},
         checkpoint={"interval": 5, "keep_best": "val/loss", "async_mode": "disabled"},
         validation={"enable": True, "interval": 5, "lead_hours": [6]},
@@ -170,10 +167,7 @@ def test_a_best_checkpoint_of_an_abandoned_branch_sets_no_bar(tmp_path):
     config = write_config(
         tmp_path,
         small_dataset({"10m_u_component_of_wind": small_wave(60)}),
-        data={
-            "train_period": ["2020-01-01", "2020-01-09"],
-            "validation_period": ["2020-01-11", "2020-01-12"],
-        },
+        data=PERIODS,
         training={"steps": 6},
         checkpoint={"interval": 2, "keep_best": "val/loss", "keep_latest_k": 0},
         validation={"enable": True, "interval": 2, "lead_hours": [6]},
@@ -184,9 +178,6 @@ def test_a_best_checkpoint_of_an_abandoned_branch_sets_no_bar(tmp_path):
     best.write_text(best.read_text().replace('"value": ', '"value": -'))  # as good as none will be
     assert '"step": 2' not in best.read_text()
     for step in (4, 6):
-        np.testing.assert_equal(step_folder(tmp_path / "run/checkpoints", step).is_dir(), True)
-        for file in step_folder(tmp_path / "run/checkpoints", step).iterdir():
-            file.unlink()
-        step_folder(tmp_path / "run/checkpoints", step).rmdir()
+        shutil.rmtree(step_folder(tmp_path / "run/checkpoints", step))
     run_train(*options, "--optimizer.lr", "1e-4")
     assert '"value": -' not in best.read_text() and sorted(losses(tmp_path / "run")) == list(range(1, 7))

@@ -52,18 +52,3 @@ def test_the_last_day_counts_to_its_end(data):
 def test_evenly_spaced():
     assert evenly_spaced(np.arange(10), 0).tolist() == list(range(10))
     assert evenly_spaced(np.arange(10), 4).tolist() == [0, 3, 6, 9]
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"step_hours": 24 * 40}, "data.train_period"),
-        ({"select": ("member=0",)}, "data.select = 'member': .*has no such dimension"),
-        ({"step_hours": 5}, "data.train_period"),
-    ],
-)
-def test_what_is_not_in_the_data_is_named(data, change, message):
-    """tests/test_config.py has names, levels and periods that are not there."""
-    with pytest.raises(ValueError, match=message) as raised:
-        open_selection(replace(data, **change), (2, 2), (6,))
-    assert "\n" not in str(raised.value)

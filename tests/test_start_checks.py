@@ -10,7 +10,7 @@ import pytest
 
 from command_line import load_config
 from config import Config
-from errors import ConfigError, DataError
+from errors import ConfigError
 from planning.start_checks import check_disk, main, memory_warning, open_checked, plan_here
 from tests.started_jobs import write_config
 
@@ -48,23 +48,6 @@ def test_a_sound_machine_passes(tmp_path: Path, capsys: pytest.CaptureFixture[st
     main(options_in(tmp_path))
     assert capsys.readouterr() == ("", "")
     assert not (tmp_path / "run").exists()  # it leaves nothing
-
-
-@pytest.mark.parametrize(
-    ("options", "found"),
-    [
-        (["--job.dump_folder", "/proc/run"], "job.dump_folder = '/proc/run'"),
-        (["--data.path", "/nowhere/era5.zarr"], "/nowhere/era5.zarr"),
-        ([], "wb.zarr"),
-    ],
-    ids=["folder", "path", "store"],
-)
-def test_a_fault_is_named(options: list[str], found: str, tmp_path: Path) -> None:
-    config = config_in(tmp_path, *options)
-    for file in next(tmp_path.glob("*.zarr")).rglob(".z*"):
-        file.write_text("{")
-    with pytest.raises((ConfigError, DataError), match=re.escape(found)):
-        open_checked(config)
 
 
 def test_a_full_disk_is_named(small: Path, tmp_path: Path) -> None:

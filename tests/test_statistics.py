@@ -243,23 +243,6 @@ def test_what_one_rank_cannot_read_is_said_by_all(ranks, tmp_path):
     assert said == ["chunk 2 is damaged"] * 4
 
 
-def files_of(folder: Path, dates: range) -> str:
-    """A file a date."""
-    for i in dates:
-        ds = analyses().isel(time=[i]).drop_vars("land_sea_mask")
-        ds.to_netcdf(folder / f"{i}.nc", engine="h5netcdf")
-    return str(folder)
-
-
-def test_an_earlier_file_that_changed_is_read_again(one_rank, tmp_path):
-    cache, path = tmp_path / "run" / "statistics.npz", files_of(tmp_path, range(3))
-    load_or_count(cache, source_of(path, 3))
-    files_of(tmp_path, range(3, 5))
-    warmer = analyses().isel(time=[1]).drop_vars("land_sea_mask") + 5
-    warmer.to_netcdf(tmp_path / "1.nc", engine="h5netcdf")
-    equal_to_rounding(load_or_count(cache, source_of(path)), compute(source_of(path)))
-
-
 def test_a_change_counts_only_between_two_dates_with_values(tmp_path):
     """Neither a pair with an empty later date counts, nor one with an empty earlier one."""
     ds = analyses()

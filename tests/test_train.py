@@ -12,9 +12,8 @@ import xarray as xr
 from checkpoints.files import complete_steps
 from tests.planned import run_train
 from tests.started_jobs import last_step, records, run_options, write_config
+from tests.test_metrics import CONTRACT
 from training.bad_steps import TrainingDiverged
-
-CONTRACT = "step loss grad_norm lr samples_per_second step_seconds data_seconds memory_gib tflops mfu".split()
 
 
 @pytest.fixture(scope="module")
@@ -113,12 +112,6 @@ def test_a_finished_run_started_again_trains_nothing_and_validates(config_file, 
     assert again[-1] == first[-1]
 
 
-def test_accumulation_equals_the_large_batch(plain, config_file, tmp_path):
-    options = ["--training.local_batch_size", "2", "--training.global_batch_size", "8"]
-    accumulated = run(config_file, tmp_path / "accumulated", *options)
-    np.testing.assert_allclose(losses(accumulated), losses(plain), rtol=1e-5)
-
-
 @pytest.mark.parametrize(("dtype", "tolerance"), [("bfloat16", 0.03), ("float16", 0.01)])
 def test_half_precision_follows_float32(plain, config_file, tmp_path, dtype, tolerance):
     half = run(config_file, tmp_path / "half", "--training.mixed_precision_param", dtype)
@@ -132,9 +125,7 @@ def test_a_killed_run_goes_on_to_the_bit(start_job, config_file, tmp_path):
     killed.wait_for_step(15)
     killed.kill_all()
     assert 15 <= last_step(tmp_path / "killed") < 40
-    resumed = start_job(config_file, tmp_path / "killed", *options)
-    assert resumed.end() == 0 and "resumed from" in resumed.output, resumed.output
-    assert losses(read(tmp_path / "killed")) == losses(reference)
+    assert losses(run(config_file, tmp_path / "killed", *options)) == losses(reference)
 
 
 @pytest.mark.parametrize("saves", ["true", "false"])
@@ -163,7 +154,7 @@ def test_deterministic_switch_is_set_and_unset(config_file, tmp_path):
         torch.use_deterministic_algorithms(False)
 
 
-# -- the U-Net and float8, in one process and in two with a sharded model or a split grid
+# -- the U-Net, in one process and in two with a sharded model or a split grid
 
 # 12 x 16 cells, 4 x 4 of them one of the coarsest level: tiles of 8 and 4 rows.
 UNET = ["--model.name", "unet", "--model.width", "8", "--model.levels", "2"]
@@ -196,15 +187,3 @@ def test_two_ranks_train_the_same_run(start_job, plain, one, config_file, tmp_pa
     for name, value in alone[-1].items():  # of the validation, whose fields are gathered
         assert two[-1][name] == pytest.approx(value, rel=1e-4)
     assert "training mean" in job.output and job.output.count("validation over") == 1
-
-
-@pytest.fixture(scope="module")
-def float32(config_file: Path, tmp_path_factory) -> list[dict]:
-    return run(config_file, tmp_path_factory.mktemp("float32") / "run", "--optimizer.lr", "1e-2")
-
-
-def test_float8_follows_float32(float32, config_file: Path, tmp_path: Path) -> None:
-    """e4m3 keeps 3 bits of the fraction: measured 0.55 % off in the loss, which falls to an eighth."""
-    rounded = run(config_file, tmp_path / "float8", "--optimizer.lr", "1e-2", "--float8.enable")
-    assert losses(rounded) != losses(float32)
-    np.testing.assert_allclose(losses(rounded), losses(float32), rtol=0.02)

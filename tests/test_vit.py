@@ -10,7 +10,6 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from config import Model
 from errors import ConfigError
-from models.attention import attention
 from models.embeddings import (
     Rotary,
     crop_grid,
@@ -159,24 +158,6 @@ def test_fused_projection_can_be_sliced_by_heads():
             half.projection.weight.copy_(whole.projection.weight[:, rank * 16 : (rank + 1) * 16])
         out = out + half(x)
     torch.testing.assert_close(out, whole(x), rtol=1e-5, atol=1e-6)
-
-
-def reference_attention(q, k, v):
-    """In float64, a head and a query at a time."""
-    out = torch.empty_like(q, dtype=torch.float64)
-    for index in torch.cartesian_prod(*(torch.arange(n) for n in q.shape[:3])).tolist():
-        b, n, t = index
-        weights = torch.exp(k[b, n].double() @ q[b, n, t].double() / q.shape[-1] ** 0.5)
-        out[b, n, t] = (weights[:, None] * v[b, n].double()).sum(0) / weights.sum()
-    return out
-
-
-@pytest.mark.parametrize("backend", ["math", "sdpa"])
-def test_attention_has_no_causal_mask(backend):
-    """tests/test_gpu.py holds all kernels of a device against "math"."""
-    q, k, v = (torch.randn(2, 3, 7, 16) for _ in range(3))
-    found = attention(q, k, v, backend).double()
-    torch.testing.assert_close(found, reference_attention(q, k, v), rtol=1e-5, atol=1e-5)
 
 
 def test_rotary_multiplies_by_complex_numbers():
