@@ -177,7 +177,7 @@ def test_a_dry_run_counts_moments_of_what_trains_alone() -> None:
     options = ["--job.config_file", "train_configs/demo.toml", "--lora.enable", "--lora.rank", "2"]
     options += ["--checkpoint.initial_load_path", "elsewhere"]
     found = dry_run(load_checked(options), 2, global_grid((32, 64)), 7)
-    adapters = 4 * 4 * 2 * 16 * 192 // 2  # bytes: layers x rank x features in and out, of every second rank
+    adapters = 4 * 4 * 2 * 17 * 192 // 2  # bytes: layers x rank x features in and out, of every second rank
     assert found.gradients == adapters and 2 * adapters <= found.optimizer < 2.1 * adapters
 
 
