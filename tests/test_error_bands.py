@@ -78,8 +78,9 @@ def test_predicted_times_have_their_bands():
 
 
 def test_peaks_of_torchtitan_are_not_planned_too_small():
-    """Allocator's slack included: 17 of 20 within 15 %, and none more than 5 % below. Those above have compiled
-    blocks, in which the outputs of a SwiGLU's activation need not be stored.
+    """Allocator's slack included: 17 of 20 within 15 %, and none more than 5 % below.
+
+    Those above have compiled blocks, in which the outputs of a SwiGLU's activation need not be stored.
     """
     errors = [float(error) for error in re.findall(r"([+-][\d.]+)%$", peaks_table(), re.MULTILINE)]
     assert len(errors) == 20 and min(errors) >= -5
