@@ -38,7 +38,7 @@ SLOW = [
     ("attack sources --seeds 2", " s", (0,)),
     ("attack scores --seeds 2", " s", (0,)),
     ("verification_speed --dates 4 --levels 1", "memory from 1 to 4", (0, 1)),
-    ("trainer_overhead --rounds=1 --steps=20 --dim=12", "asked", (0, 1)),
+    ("trainer_overhead --rounds=1 --steps=20 --dim=24", "asked", (0, 1)),
     ("trainer_overhead fingerprints --rounds 2", "tp 2", (0,)),
     (f"skill windows --seeds=1 --steps=2 --task=simulated {SHORTER}", "x", (0, 1)),
     ("step_time windows --tokens 128 --alternations 1", "128", (0,)),
