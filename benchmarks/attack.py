@@ -52,8 +52,8 @@ from benchmarks.results_file import ROOT, parse, record
 from checkpoints.files import crc32_of, read_manifest, write_manifest
 from command_line import answer_early
 from config import SECTIONS
+from jobs.journal import read_records
 from tests.sample_archives import weatherbench
-from tests.started_jobs import losses
 from tests.test_identity import NAMES, waves
 from training.config_checks import check
 
@@ -93,6 +93,12 @@ class Case:
     limit: float = 60.0
     prepare: Callable[[], object] = lambda: None
     keeps: Path | None = None  # a run's folder of which no byte may change
+
+
+def losses(folder: Path) -> dict[int, float]:
+    """Step -> loss, of the lines of metrics.jsonl that a case has not damaged."""
+    records = read_records(folder / "metrics.jsonl")
+    return {record["step"]: record["loss"] for record in records if "loss" in record}
 
 
 def refused(*words: str, code: int = 2) -> Right:
@@ -562,7 +568,7 @@ def stores(rng: random.Random) -> Iterator[Odd]:
     for format, codec, how in itertools.product(("zarr2", "zarr3"), CODECS, ways):
         own, date = {"compressors": CODECS[codec]} if codec != "own" else {}, rng.randrange(1, 45)
         if (format == "zarr3") == (codec == "own"):
-            gone = f"{DATES[date]}, (is|are) not in the store|, 1 left out for fields without a value"
+            gone = f"no value of a variable, the first {DATES[date]}|{DATES[date]}, (is|are) not in the store"
             right = runs(log=gone) if how == "gone" else refused(U, DATES[date])
             name = f"{U}/{date}.0.0" if own else f"{U}/c/{date}/0/0"
             yield f"{format} {codec}: chunk {date}, {how}", partial(damaged, format, own, name, how), right

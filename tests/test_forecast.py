@@ -309,6 +309,10 @@ def test_another_forecast_is_not_written_over(run, tmp_path):
     with pytest.raises(UserError, match=r"leads is \[6, .*, 30\] there and \[6, .*, 36\] here"):
         store(run, tmp_path / "f.zarr", "--forecast.num_steps", "6")
     assert files(tmp_path / "f.zarr") == before
+    metadata = tmp_path / "f.zarr/zarr.json"
+    metadata.write_text(metadata.read_text().replace(r"\"leads\":", r"\"leads\";"))
+    with pytest.raises(UserError, match="damaged"):
+        store(run, tmp_path / "f.zarr")
 
 
 def test_of_the_checkpoints_the_newest_good_one_is_taken(run, tmp_path):

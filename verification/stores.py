@@ -188,7 +188,10 @@ class ForecastStore:
     def _check_same(self, about: dict[str, Any]) -> None:
         """Raise ConfigError unless every byte of the store would be the same."""
         with self._open() as forecasts:
-            stored = json.loads(forecasts.attrs.get(ATTRIBUTE, "{}"))
+            try:
+                stored = dict(json.loads(forecasts.attrs.get(ATTRIBUTE, "{}")))
+            except (ValueError, TypeError):
+                raise self._error("is there and no forecast of ours, or damaged") from None
         for key, value in json.loads(json.dumps(about)).items():
             if stored.get(key) != value:
                 there, here = f"{stored.get(key)!s:.60}", f"{value!s:.60}"
