@@ -58,26 +58,29 @@ def block_plan(block: nn.Module) -> dict[str, ParallelStyle]:
     Rows of qkv are ordered by head, so that a slice of them is whole heads (models/vit.py).
     """
     norm = partial(SequenceParallel, use_local_output=True)
+    shards, whole = Shard(TOKENS), Replicate()
 
-    def matrix(name: str, by_columns: bool, tokens: Placement = Shard(TOKENS)) -> ParallelStyle:  # noqa: B008
+    def by_columns(name: str, tokens: Placement = shards) -> ParallelStyle:
         is_adapted = isinstance(block.get_submodule(name), AdaptedLinear)
-        if by_columns:
-            return (AdaptedColumns if is_adapted else ColwiseParallel)(input_layouts=tokens)
-        return (AdaptedRows if is_adapted else RowwiseParallel)(output_layouts=Shard(TOKENS))
+        return (AdaptedColumns if is_adapted else ColwiseParallel)(input_layouts=tokens)
+
+    def by_rows(name: str) -> ParallelStyle:
+        is_adapted = isinstance(block.get_submodule(name), AdaptedLinear)
+        return (AdaptedRows if is_adapted else RowwiseParallel)(output_layouts=shards)
 
     plan = {
         "attention_norm": norm(sequence_dim=TOKENS),
-        "attention.qkv": matrix("attention.qkv", by_columns=True),
+        "attention.qkv": by_columns("attention.qkv"),
         "attention.q_norm": norm(sequence_dim=HEADS),
         "attention.k_norm": norm(sequence_dim=HEADS),
-        "attention.projection": matrix("attention.projection", by_columns=False),
+        "attention.projection": by_rows("attention.projection"),
         "mlp_norm": norm(sequence_dim=TOKENS),
-        "mlp.up": matrix("mlp.up", by_columns=True),
-        "mlp.down": matrix("mlp.down", by_columns=False),
+        "mlp.up": by_columns("mlp.up"),
+        "mlp.down": by_rows("mlp.down"),
     }
     if block.get_submodule("mlp").gate is not None:  # two matrices have the same input: gather it once
-        plan["mlp"] = PrepareModuleInput(input_layouts=(Shard(TOKENS),), desired_input_layouts=(Replicate(),))
-        plan |= {name: matrix(name, by_columns=True, tokens=Replicate()) for name in ("mlp.up", "mlp.gate")}
+        plan["mlp"] = PrepareModuleInput(input_layouts=(shards,), desired_input_layouts=(whole,))
+        plan |= {name: by_columns(name, whole) for name in ("mlp.up", "mlp.gate")}
     return plan
 
 

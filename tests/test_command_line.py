@@ -17,7 +17,7 @@ from command_line import help_text, start, to_toml
 from errors import module_command
 from tests.test_config import GOOD, ROOT
 from training.config_checks import check, load_checked
-from training.run_folder import settings_of_fsdp
+from training.run_folder import start_warnings
 
 
 @pytest.fixture(autouse=True)
@@ -142,7 +142,12 @@ def test_sections_are_frozen() -> None:
         assert vars(cls)["__dataclass_params__"].frozen, cls.__name__
 
 
-def test_settings_that_only_fsdp_reads_are_named() -> None:
-    assert settings_of_fsdp(load("")) == []
+def test_what_may_waste_a_run_is_a_warning() -> None:
+    assert start_warnings(load("--training.steps 100 --lr_scheduler.warmup_steps 100")) == []
     options = "--parallelism.cpu_offload --training.mixed_precision_reduce bfloat16"
-    assert settings_of_fsdp(load(options)) == ["parallelism.cpu_offload", "training.mixed_precision_reduce"]
+    (unused,) = start_warnings(load(options), False)
+    assert "parallelism.cpu_offload, training.mixed_precision_reduce" in unused
+    kept, warmup = start_warnings(
+        load("--checkpoint.enable false --training.steps 100 --lr_scheduler.warmup_steps 101")
+    )
+    assert "checkpoint.enable" in kept and "lr_scheduler.warmup_steps" in warmup

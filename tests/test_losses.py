@@ -87,6 +87,16 @@ def test_a_field_without_any_value_costs_nothing():
     assert torch.isfinite(prediction.grad).all() and not prediction.grad[1].any()
 
 
+def test_a_variable_without_any_value_adds_nothing_to_the_sum_of_roots():
+    prediction, target, mask, area, weights = batch()
+    prediction = (10 * prediction).requires_grad_()
+    mask[1, 2] = False
+    costs = sum_of_costs(prediction, target, mean_weights(mask, area, weights), dim=1)  # (B, V)
+    root_loss(costs, len(mask), lambda total: total).backward()
+    assert prediction.grad is not None and torch.isfinite(prediction.grad).all()
+    assert not prediction.grad[1, 2].any() and prediction.grad[1, 1].any()
+
+
 def test_relative_l2_is_not_weighted_by_area():
     target = torch.tensor([[3.0, 4.0], [6.0, 8.0]]).view(2, 1, 1, 2)
     prediction = target + torch.tensor([[3.0, 4.0], [0.0, 0.0]]).view(2, 1, 1, 2)

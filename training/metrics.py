@@ -26,6 +26,7 @@ logger = logging.getLogger(__name__)
 PEAK_TFLOPS = {"H100 PCIe": 756.0, "H100 NVL": 835.0, "H200 NVL": 835.0, "GB200": 2500.0, "B200": 2250.0}
 PEAK_TFLOPS |= {"H100": 989.0, "H200": 989.0, "GH200": 989.0, "A100": 312.0, "V100": 125.0}
 SCORE = "val/loss"  # that every record of a validation has
+SECONDS_BETWEEN_LINES = 2.0  # steps can be faster than lines can be read; metrics.jsonl has every one
 
 
 def peak_tflops(device: torch.device) -> float:
@@ -57,6 +58,7 @@ class Metrics:
         self.peak_tflops = peak_tflops(self.device)
         self.journal = Journal(config.dump_folder / "metrics.jsonl")
         self.loggers: Loggers | None = None
+        self.last_line = 0.0
 
     def restart(self, step: int) -> None:
         """Forget the records of steps after `step`, which are done again."""
@@ -102,7 +104,9 @@ class Metrics:
             "skipped_steps": self.run.state.bad_steps.skipped,  # since this start
         }
         self.write(record)
-        if self.is_first:
+        now = time.monotonic()
+        if self.is_first and now - self.last_line >= SECONDS_BETWEEN_LINES:
+            self.last_line = now
             logger.info(dense_line(record, self.steps))
         self.start_interval()
 

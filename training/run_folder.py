@@ -49,8 +49,8 @@ class RunFolder:
         """Write the configuration, and a line of starts.jsonl: the first step, where and when."""
         if dist.get_rank():
             return
-        if not Degrees(**layout).uses_fsdp and (names := settings_of_fsdp(self.config)):
-            logger.warning("%s: no effect, because FSDP shards nothing on this layout", ", ".join(names))
+        for warning in start_warnings(self.config, Degrees(**layout).uses_fsdp):
+            logger.warning(warning)
         try:
             write_durably(self.path / "config.toml", to_toml(self.config))
             append_whole(self.path / "starts.jsonl", json.dumps(self._start(step, layout)) + "\n")
@@ -88,15 +88,27 @@ class RunFolder:
         self.lock.clear()
 
 
-def settings_of_fsdp(config: Config) -> list[str]:
-    """Return the keys that only FSDP reads and that are set."""
-    parallelism = config.parallelism
-    is_set = {
-        "parallelism.cpu_offload": parallelism.cpu_offload,
-        "parallelism.fsdp_reshard_after_forward": parallelism.fsdp_reshard_after_forward != "default",
+def start_warnings(config: Config, is_sharded: bool = True) -> list[str]:
+    """Return what is allowed and may waste the run, a line each. is_sharded: FSDP shards the parameters."""
+    warnings, schedule, steps = [], config.lr_scheduler, config.training.steps
+    unused = {
+        "parallelism.cpu_offload": config.parallelism.cpu_offload,
+        "parallelism.fsdp_reshard_after_forward": config.parallelism.fsdp_reshard_after_forward != "default",
         "training.mixed_precision_reduce": config.training.mixed_precision_reduce != "float32",
     }
-    return [key for key, value in is_set.items() if value]
+    if names := [name for name, is_set in unused.items() if is_set and not is_sharded]:
+        warnings.append(f"{', '.join(names)}: no effect, because FSDP shards nothing on this layout")
+    if not config.checkpoint.enable:
+        warnings.append(
+            "checkpoint.enable = false: nothing of this run is kept, and starting it again begins from the "
+            "first step"
+        )
+    if schedule.warmup_steps > steps:
+        warnings.append(
+            f"lr_scheduler.warmup_steps = {schedule.warmup_steps} is above training.steps = {steps}: the "
+            "learning rate does not reach optimizer.lr"
+        )
+    return warnings
 
 
 def lock_folder(folder: Path) -> IO[str]:

@@ -63,5 +63,6 @@ def root_loss(squares: Tensor, number: int, sum_over_shards: Callable[[Tensor], 
     d sqrt(S) = dS / (2 sqrt(S)), while S_shard / sqrt(S) has the right value and twice that gradient.
     """
     total = sum_over_shards(squares.detach().clone())
-    part = (squares / total.sqrt().clamp_min(TINY)).sum() / number
+    # A variable without any value has weights of 0, and a gradient of 0, not of 0 times infinity.
+    part = torch.where(total > 0, squares / total.sqrt().clamp_min(TINY), 0.0).sum() / number
     return part / 2 + (part / 2).detach()
