@@ -127,8 +127,8 @@ class Objective:
         number = self.local_batch_size
         if self.by_variable:
             number *= len(self.variable_weights)
-            by_variable = costs.new_zeros(len(costs), len(self.variable_weights))
-            costs = number * by_variable.index_add(1, self.variables_of_output, costs)
+            sums = costs.new_zeros(len(costs), len(self.variable_weights))  # (B, V)
+            costs = number * sums.index_add(1, self.variables_of_output, costs)
         if self.by_variable or self.relative:
             return root_loss(costs, number, self.shards.sum_over_shards)
         return costs.sum()
