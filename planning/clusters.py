@@ -72,8 +72,8 @@ class Device:
         return (8 if backward else 4) * batch * heads * tokens**2 * head_dim / rate
 
     def elementwise_seconds(self, size: float, operation: str = "copy") -> float:
-        """Seconds to read and write `size` bytes in all. operation: its kernel, by which a subclass may differ
-        (that of other programs in benchmarks/planner_published.py).
+        """Seconds to read and write `size` bytes in all. operation: a kernel, by which subclasses may differ
+        (benchmarks/planner_published.py).
         """
         return size / self.bandwidth
 
