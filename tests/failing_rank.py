@@ -60,6 +60,7 @@ def main() -> None:
     folder, what = Path(sys.argv[1]), sys.argv[2]
     with Watchdog(folder, Comm(timeout_seconds=30, train_timeout_seconds=3)) as watchdog:
         run(watchdog, what)
+    end_process(0)  # as train.py ends a rank
 
 
 if __name__ == "__main__":
