@@ -7,7 +7,10 @@ if [[ -n "${ROSSBY_PYTHON:-}" ]]; then
     command -v "$PYTHON" >/dev/null || { echo "rossby: ROSSBY_PYTHON = $PYTHON: not an interpreter" >&2; exit 2; }
 else
     PYTHON=$project/.venv/bin/python
-    is_set_up() { cmp -s "$project/requirements.txt" "$project/.venv/installed.txt"; }
+    # What `uv sync` has made has no pip, and is for uv to keep up to date.
+    is_set_up() {
+        cmp -s "$project/requirements.txt" "$project/.venv/installed.txt" || grep -qs '^uv = ' "$project/.venv/pyvenv.cfg"
+    }
     if ! is_set_up; then
         # Two starts at once: the second waits, and finds it done.
         exec 9>"$project/.setup.lock"

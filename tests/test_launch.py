@@ -67,6 +67,19 @@ def test_a_first_node_that_is_not_known_is_one_line(tmp_path):
         assert said in ended.stderr
 
 
+def test_an_environment_of_uv_is_left_to_uv(tmp_path):
+    """It has no pip."""
+    (tmp_path / ".venv" / "bin").mkdir(parents=True)
+    (tmp_path / ".venv" / "bin" / "python").symlink_to("/bin/echo")
+    (tmp_path / ".venv" / "pyvenv.cfg").write_text("home = /usr/bin\nuv = 0.13.9\n")
+    for name in ("setup.sh", "requirements.txt"):
+        (tmp_path / name).write_bytes((ROOT / name).read_bytes())
+    environment = {key: value for key, value in os.environ.items() if key != "ROSSBY_PYTHON"}
+    command = ["bash", "-c", 'source ./setup.sh; "$PYTHON" used']
+    ended = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert (ended.returncode, ended.stdout, ended.stderr) == (0, "used\n", "")
+
+
 def test_a_port_in_use_is_one_line():
     with socket.create_server(("127.0.0.1", 0)) as server:
         endpoint = f"127.0.0.1:{server.getsockname()[1]}"
