@@ -91,13 +91,13 @@ def read_toml(
     values = _check_values(raw, schema, where=str(path))
     if base is None:
         return values
-    beside, ours = path.parent / base, PROJECT / base  # next to the file, or in the project
-    base_path = (ours if ours.exists() and not beside.exists() else beside) if base else ""
+    adjacent, ours = path.parent / base, PROJECT / base  # next to the file, or in the project
+    base_path = (ours if ours.exists() and not adjacent.exists() else adjacent) if base else ""
     return merge(read_toml(base_path, schema, f"{path}: extends", (*seen, real)), values)
 
 
 def _is_endless(path: Path) -> bool:
-    """Return True for a device or a pipe, which may never end; the <(...) of a shell does end."""
+    """Return True for a device or a pipe, which may never end; not for a shell's <(...), which ends."""
     piped = str(path).startswith(("/dev/fd/", "/dev/stdin", "/proc/self/fd/"))
     return path.exists() and not (path.is_file() or path.is_dir() or piped)
 
@@ -183,7 +183,7 @@ def _from_text(text: str, kind: Any) -> Any:
         parsed = tomli.loads(f"value = {text}")
     except (ValueError, RecursionError):
         return text
-    return parsed["value"] if len(parsed) == 1 else text  # text of several lines could smuggle in more
+    return parsed["value"] if len(parsed) == 1 else text  # text of several lines could set further values
 
 
 def _convert(name: str, value: Any, kind: Any) -> Any:
@@ -289,8 +289,8 @@ def _show(value: Any) -> str:
 def load_config(argv: list[str]) -> Config:
     """Return the configuration that `argv` (without the program's name) asks for. Raises ConfigError.
 
-    Its relative paths begin at the current folder. The folder of a run alone stands for the configuration in
-    it. Combinations are not checked here, but by training/config_checks.py.
+    Relative paths are relative to the current folder. If only job.dump_folder is given, the config.toml in it
+    is read. training/config_checks.py checks combinations, not this function.
     """
     overrides = parse_command_line(argv, SECTIONS)
     job = overrides.get("job", {})
@@ -333,7 +333,7 @@ class OneLineParser(argparse.ArgumentParser):
         super().__init__(prog=named, description=doc, formatter_class=as_written, allow_abbrev=False)
 
     def error(self, message: str) -> NoReturn:
-        raise ConfigError(f"{message.replace('argument ', '')}; --help says what there is")
+        raise ConfigError(f"{message.replace('argument ', '')}; --help lists the options")
 
 
 def own_options(**defaults: Any) -> argparse.ArgumentParser:
@@ -377,10 +377,10 @@ def split_options(argv: list[str], own: argparse.ArgumentParser) -> tuple[argpar
 def start(argv: list[str], doc: str | None, check: Callable[[Config], None] | None) -> Config:
     """Answer --help, or return the configuration. Raises ConfigError.
 
-    check: raises ConfigError for a configuration that cannot work; None: it depends on what is known later.
+    check: raises ConfigError for a configuration that cannot work; None: the caller checks later.
     """
     if not gc.isenabled():
-        gc.freeze()  # objects of imported modules stay: no later collection looks through them
+        gc.freeze()  # exclude the objects of imported modules from later collections
         gc.enable()
     if {"--help", "-h"} & set(argv):
         print(f"{doc}\n{help_text(SECTIONS)}")
@@ -398,7 +398,7 @@ def answer_early(
     end_when_interrupted()
     with one_line_errors():
         start(split_options(sys.argv[1:], own or own_options())[1], doc, check)
-    gc.disable()  # until `start` in main: imports make objects by the million and no garbage
+    gc.disable()  # until `start` in main: imports create millions of objects and no garbage
 
 
 def text_table(formats: str, rows: Iterable[Iterable[object]]) -> str:

@@ -1,7 +1,7 @@
 """Configuration: frozen, typed dataclasses, one for each section.
 
-A value is the default below < the file a config `extends` < the config file < the command line, which
-command_line.py reads; training/config_checks.py refuses combinations that cannot work.
+Precedence, lowest first: default below, file that a configuration `extends`, configuration file, command line
+(command_line.py). training/config_checks.py refuses combinations that cannot work.
 """
 
 import dataclasses
@@ -15,8 +15,8 @@ from errors import refuse
 
 DEFAULT_CONFIG = "train_configs/demo.toml"
 PROJECT = Path(__file__).resolve().parent
-SIMULATED = "simulated"  # as data.path: no file of that name
-PATHS = (  # keys that name a file or a folder; job.config_file is only ever the caller's
+SIMULATED = "simulated"  # a value of data.path that names no file
+PATHS = (  # keys that name a file or a folder; job.config_file is always relative to the caller's folder
     ("job", "dump_folder"),
     ("data", "path"),
     ("data", "more_paths"),
@@ -49,10 +49,10 @@ class Range:
         return lower if self.high in (math.inf, MOST, LARGEST) else f"{lower} and {upper}"
 
 
-MOST = 10**9  # of any number that counts or measures something: a larger one is a typing error
+MOST = 10**9  # upper limit of counts and measures: a larger value is a typing error
 Count = Annotated[int, Range(0, MOST)]
 Positive = Annotated[int, Range(1, MOST)]
-LARGEST = 1e30  # of any other number
+LARGEST = 1e30  # upper limit of all other numbers
 NonNegative = Annotated[float, Range(0.0, LARGEST)]
 AboveZero = Annotated[float, Range(0.0, LARGEST, above=True)]
 # Numbers that determine the use of memory have tighter bounds.
@@ -82,8 +82,8 @@ class Job:
     config_file: str = option(DEFAULT_CONFIG, "TOML file to run.")
     dump_folder: str = option(
         "",
-        "Folder of the run. Default: outputs/<name of config_file> in the project. Named without config_file,"
-        " a folder with a config.toml gives the configuration, too.",
+        "Folder of the run. Default: outputs/<name of config_file> in the project. If it has a config.toml "
+        "and config_file is not given, that file is the configuration.",
     )
 
 
@@ -116,15 +116,15 @@ class Data:
         (), 'Variables that are input of each step but not predicted: ["sea_surface_temperature"].'
     )
     forcings_of_target: bool = option(
-        False, "Give the model data.forcing_variables of the date that a step leads to, too."
+        False, "Also give the model data.forcing_variables at the date that it predicts."
     )
     boundary_width: Annotated[int, Range(0, 1000)] = option(
         0,
-        "Cells from each side of a regional grid that are not predicted, but input of the date that a step "
-        "leads to. 0: none.",
+        "Width in cells of the boundary of a regional grid. The boundary is not predicted: the model gets its "
+        "values at the date that it predicts. 0: no boundary.",
     )
     levels: tuple[Positive, ...] = option(
-        (), 'Pressure levels in hPa of each variable that is named without one: "temperature".'
+        (), 'Pressure levels in hPa of all variables that are named without a level: "temperature".'
     )
     static_variables: tuple[str, ...] = option(
         (), 'Constant input variables: ["land_sea_mask", "geopotential_at_surface"].'
@@ -136,7 +136,7 @@ class Data:
         (), 'Inputs computed from date and position: ["toa_incident_solar_radiation", "sin_local_time"].'
     )
     select: tuple[str, ...] = option(
-        (), 'Element to read of dimensions that analyses do not have: ["member=0", "run=2020-01-01"].'
+        (), 'Element to read along each additional dimension: ["member=0", "run=2020-01-01"].'
     )
     region: tuple[float, ...] = option(
         (), "Part of the grid to use: [north, west, south, east] in degrees. Default: the whole grid."
@@ -153,8 +153,8 @@ class Data:
     validation_period: tuple[str, ...] = option((), "First and last date of validation. Default: none.")
     test_period: tuple[str, ...] = option(
         (),
-        "First and last date that are neither trained nor validated on; forecast.py and evaluate.py use this "
-        "period by default.",
+        "First and last date of the test period, which training and validation do not use; the default "
+        "period of forecast.py and evaluate.py.",
     )
     grid_shape: tuple[Count, Count] = option(
         (0, 0), "Number of latitudes and longitudes that the data must have. [0, 0]: any."
@@ -163,7 +163,7 @@ class Data:
         1.0, "Keep the fields of training and validation in memory if they take at most this many GiB."
     )
     statistics_dates: Count = option(
-        0, "Number of training dates that mean and deviation are computed from. 0: all."
+        0, "Number of training dates from which means and standard deviations are computed. 0: all."
     )
     num_workers: Processes = option(
         0,
@@ -185,15 +185,15 @@ class Model:
         "gelu", "ViT: activation between the matrices of the MLP; SwiGLU has a third matrix, for its gate."
     )
     mlp_dim: Annotated[int, Range(0, 1_048_576)] = option(
-        0, "ViT: hidden width of the MLP. 0: 4 x dim, with swiglu about 8/3 x dim, for as many parameters."
+        0, "ViT: hidden width of the MLP. 0: 4 x dim, or about 8/3 x dim (as many parameters) for swiglu."
     )
     position: Literal["learned", "rotary"] = option(
         "learned", "ViT: a learned vector per token, or rotation of queries and keys by row and column."
     )
     attention_windows: tuple[tuple[Window, Window], ...] = option(
         (),
-        "ViT: rows and columns of tokens that attend to each other, which blocks use in turn; 0: the whole "
-        "axis. []: all tokens attend to all; docs/models.md.",
+        "ViT: attention windows [rows, columns] in tokens, which the blocks use in turn; 0: the whole axis. "
+        "[]: every token attends to all others. docs/models.md.",
     )
     qkv_bias: bool = option(True, "ViT: add a bias in the projection to queries, keys and values.")
     qk_norm: bool = option(
@@ -220,8 +220,8 @@ class Model:
     )
     conserve: tuple[str, ...] = option(
         (),
-        'Quantities with a global mean that a step does not change: "dry_mass", "total_water", or predicted '
-        "variables. The output is shifted accordingly; docs/losses.md.",
+        'Quantities to conserve in the global mean: "dry_mass", "total_water", or predicted variables. The '
+        "output is shifted accordingly; docs/losses.md.",
     )
 
     @property
@@ -257,11 +257,11 @@ class Optimizer:
 class LrScheduler:
     warmup_steps: Count = option(100, "Steps of linear warm-up from 0.")
     decay_type: Literal["cosine", "linear", "sqrt", "constant"] = option(
-        "cosine", 'Shape of the decay to the last step; "sqrt" is 1 - sqrt of the part that has passed.'
+        "cosine", 'Shape of the decay; "sqrt": 1 - sqrt(fraction of the decay steps that are done).'
     )
     decay_ratio: Fraction = option(
         1.0,
-        "Fraction of the steps, at the end, in which the learning rate decays. 1: all after warm-up.",
+        "Fraction of the steps, at the end of the run, with a decay. 1: all steps after warm-up.",
     )
     min_lr_factor: Fraction = option(0.0, "Last learning rate as a fraction of the peak.")
 
@@ -272,16 +272,16 @@ class Training:
     seed: Annotated[int, Range(0, 10**12)] = option(
         0, "Seed of initial weights and sample order, which depend on nothing else."
     )
-    local_batch_size: Batch = option(16, "Samples of one forward and backward pass of a rank.")
+    local_batch_size: Batch = option(16, "Samples per rank in one forward and backward pass.")
     global_batch_size: Rest = option(
         -1,
-        "Samples of an optimizer step over all ranks; gradients of several passes are accumulated where it "
-        "exceeds local_batch_size x ranks. -1: no accumulation.",
+        "Samples per optimizer step over all ranks. If more than local_batch_size x ranks, gradients of "
+        "several passes are accumulated. -1: no accumulation.",
     )
     ema_decay: Decay = option(
         0.0,
-        "Decay rate of an exponential moving average of the weights, which validation (with the raw weights) "
-        "and forecasts use. 0: none.",
+        "Decay rate of an exponential moving average of the weights. Forecasts use the average, validation "
+        "both the average and the raw weights. 0: no average.",
     )
     max_norm: NonNegative = option(1.0, "Norm to which gradients are clipped. 0: no clipping.")
     mixed_precision_param: DType = option(
@@ -308,7 +308,7 @@ class Training:
     )
     rollout_steps: tuple[Rollout, ...] = option(
         (1,),
-        "Model steps of a training step, each from the output of the one before. [1, 2, 4]: longer rollouts "
+        "Model steps per training step, each starting from the previous output. [1, 2, 4]: longer rollouts "
         "in later stages of the run.",
     )
     deterministic: bool = option(False, "Refuse kernels that are not bit-exact from run to run.")
@@ -323,7 +323,7 @@ class Training:
 
     @property
     def states_ahead(self) -> int:
-        """Number of states, a model step apart, that a sample has after its window."""
+        """Number of states of a sample after its window, one model step apart."""
         return max(self.rollout_steps)
 
 
@@ -374,7 +374,7 @@ class ActivationCheckpoint:
         'Activations recomputed in the backward pass: "full": whole blocks; "selective": all but matmuls and '
         'attention; "every_n_blocks": several blocks as one.',
     )
-    every_n_blocks: Positive = option(7, "Blocks that every_n_blocks recomputes as one.")
+    every_n_blocks: Positive = option(7, 'Number of blocks that mode "every_n_blocks" recomputes together.')
 
 
 @dataclass(frozen=True)
@@ -425,7 +425,7 @@ class Checkpoint:
     )
     keep_best: str = option(
         "",
-        'Score of which the best checkpoint is kept in best/: "val/rmse/geopotential:500@24h".',
+        'Score that selects the best checkpoint, kept in best/: "val/rmse/geopotential:500@24h".',
     )
 
 
@@ -437,7 +437,7 @@ class Validation:
         (6, 24), "Lead times in hours that are scored; multiples of data.step_hours."
     )
     local_batch_size: Batch = option(
-        16, "Initial dates, with all members, of one forward pass of a rank in validations."
+        16, "Initial dates per rank in one forward pass of a validation, with all members."
     )
     members: Annotated[int, Range(0, 1_000)] = option(
         0, 'Ensemble members of validation with training.loss = "crps". 0: training.members.'
@@ -476,10 +476,10 @@ class Profiling:
 class Comm:
     timeout_seconds: Seconds = option(
         600,
-        "End the run if a rank makes no progress for this long before the end of the first step, in "
-        "validations, in saves and at the end.",
+        "Seconds without progress of a rank after which the run is ended: until the first step is complete, "
+        "in validations, in saves and at the end.",
     )
-    train_timeout_seconds: Seconds = option(100, "The same limit for all later training steps.")
+    train_timeout_seconds: Seconds = option(100, "The same limit for training steps after the first.")
 
 
 @dataclass(frozen=True)
@@ -498,15 +498,15 @@ class Forecast:
         "First and last initial date, both included. Default: data.test_period, else data.validation_period.",
     )
     interval_hours: Annotated[int, Range(0, 100_000)] = option(
-        0, "Hours between initial dates, all of which must be in the data. 0: every date."
+        0, "Hours between initial dates; the data must have all of them. 0: every date in the data."
     )
     num_steps: Steps = option(
         40, "Model steps of data.step_hours from each initial date; 40 steps of 6 h are 10 days."
     )
-    num_members: Layers = option(1, "Ensemble members, of a model with noise.")
+    num_members: Layers = option(1, "Ensemble members; more than 1 for models with noise.")
     persist_forcings: bool = option(
         False,
-        "Leave data.forcing_variables as they are at the initial date. Default: read each step's.",
+        "Keep data.forcing_variables as at the initial date. Default: read them at every step.",
     )
 
 
@@ -554,7 +554,7 @@ class Config:
 SECTIONS: dict[str, type] = {f.name: f.default_factory for f in dataclasses.fields(Config)}  # type: ignore[misc]
 
 
-# -- relative paths: they begin at the caller's folder on the command line, at the project's everywhere else
+# -- paths: relative to the caller's folder on the command line, to the project's folder everywhere else
 
 
 def in_project(path: str) -> str:

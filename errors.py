@@ -31,8 +31,8 @@ EXIT_SAVED = 75  # saved, to be started again: EX_TEMPFAIL of sysexits.h
 STOP_SIGNALS = [signal.SIGTERM, signal.SIGUSR1, signal.SIGINT]
 STOP_SIGNALS += [signal.SIGHUP] * (signal.getsignal(signal.SIGHUP) != signal.SIG_IGN)  # as nohup asks for
 INTERRUPTED_AGAIN = "interrupted again: ended without a save"
-SAVED = "saved"  # file in torchelastic's folder that means it
-ENDED = "ended"  # another: a rank ignores signals, for the exit code of the run is known
+SAVED = "saved"  # marker file in torchelastic's folder: the ranks have saved
+ENDED = "ended"  # marker file: a rank ignores signals, because the exit code of the run is known
 
 
 class RunFailed(RuntimeError):
@@ -64,7 +64,7 @@ def format_value(value: Any) -> str:
 
 def without_secrets(text: str) -> str:
     """Return a text with *** in place of passwords and keys: user:password@, ?token=... and "secret=..."."""
-    # Functions: a template is looked up in a module, and there is none any more when Python shuts down.
+    # Functions, not templates: re imports a module for a template, which fails while Python shuts down.
     text = SECRET_USER.sub(lambda found: f"{found[1]}***@", text)
     text = SECRET_VALUE.sub(lambda found: f"{found[1]}***", text)
     return SECRET_OPTION.sub(lambda found: f"{found['quote']}{found['name']}***{found['quote']}", text)
@@ -77,7 +77,7 @@ def nearest(name: str, valid: Iterable[Any], prefix: str = "") -> str:
     return f"did you mean {prefix}{close[0]}?" if close else f"valid: {', '.join(names)}"
 
 
-WHY_LOST = "for one by the kernel when memory runs out: then data.num_workers has to be smaller"
+WHY_LOST = "perhaps by the kernel because memory ran out: lower data.num_workers"
 
 
 def is_lost_loader(error: BaseException) -> bool:
@@ -92,7 +92,7 @@ def attempt_folder() -> Path | None:
 
 
 def is_reporting_rank() -> bool:
-    """Return True on the rank of its host that reports what others may have found too."""
+    """Return True on the one rank of its host that reports an error that several ranks may have."""
     folder = attempt_folder()
     if folder is None:
         return os.environ.get("LOCAL_RANK", "0") == "0"
@@ -110,7 +110,7 @@ def print_message(text: str) -> None:
 
 
 def handle_stop_signals(handler: Any) -> None:
-    """Call `handler`, or ignore them, at the signals that ask a run to end."""
+    """Set the handler (or SIG_IGN) of all signals that ask a run to end."""
     for number in STOP_SIGNALS:
         signal.signal(number, handler)
 
@@ -144,8 +144,8 @@ def end_when_interrupted() -> None:
 
 
 def end_process(code: int) -> NoReturn:
-    """End a single process as Python ends, and a rank at once: a thread that exchanges with other ranks while
-    Python shuts down adds "terminate called without an active exception" to what was reported.
+    """End a single process normally, and a rank immediately: a thread that communicates with other ranks
+    while Python shuts down would print "terminate called without an active exception" after the report.
     """
     if "RANK" not in os.environ:
         sys.exit(code)
@@ -153,8 +153,8 @@ def end_process(code: int) -> NoReturn:
 
 
 def end_rank(code: int) -> NoReturn:
-    """End this process at once. Torchelastic takes every code but 0 for a failure, and would start the ranks
-    again: one that has saved ends with 0 there, and leaves a mark from which jobs/torchrun.py gives 75.
+    """End this process immediately. Torchelastic treats every code except 0 as a failure and restarts the
+    ranks. A rank that has saved therefore ends with 0, and a marker file makes jobs/torchrun.py return 75.
     """
     sys.stdout.flush()
     sys.stderr.flush()
@@ -166,13 +166,13 @@ def end_rank(code: int) -> NoReturn:
 
 
 def as_user_error(error: PermissionError, path: object = "") -> DataError:
-    """Return the error of a file or folder that the user of a run has no right to."""
+    """Return the DataError for a file or folder without permission."""
     name = error.filename or path or "a file"
     return DataError(f"{name}: permission denied; give the user of this run the right to it")
 
 
 def one_line(error: BaseException) -> str | None:
-    """Return the line for a user's mistake or a run that cannot go on; None for an error of ours."""
+    """Return the message of a user's error or of a failed run in one line; None for a bug of the project."""
     error = as_user_error(error) if isinstance(error, PermissionError) else error
     text = " ".join(str(error).splitlines())
     if isinstance(error, UserError | RunFailed):
@@ -195,7 +195,7 @@ def one_line_errors() -> Iterator[None]:
     """Guard a program: a user's mistake ends it after one line, which one rank of a host reports."""
     try:
         yield
-    except BrokenPipeError:  # the reader of this output has closed it
+    except BrokenPipeError:  # the program that reads this output has closed the pipe
         os._exit(0)
     except Exception as error:
         text = one_line(error)

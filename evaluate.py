@@ -4,12 +4,12 @@
     .venv/bin/python evaluate.py --job.config_file F --forecast ours.zarr --forecast HRES=hres.zarr
     .venv/bin/python -m jobs.torchrun --nproc-per-node 4 evaluate.py ...      several processes
 
---forecast [NAME=]PATH  a forecast, WeatherBench2's, Pangu's, GraphCast's ... layout; as often as you like
+--forecast [NAME=]PATH  a forecast, WeatherBench2's, Pangu's, GraphCast's ... layout; may be repeated
                         (default: the one that forecast.py wrote into the run's folder)
 --truth PATH            analyses (default: data.path)
 --climatology PATH      in WeatherBench2's schema (default: of the training period, kept in the run's folder)
 --baselines LIST        of persistence,damped_persistence,climatology (default: all; "": none); the
-                        climatology, which the ACC needs too, is computed only where it stands here
+                        climatology, which the ACC also needs, is computed only if it is listed here
 --regions LIST          "global,tropics,europe" (default: global)
 --output FOLDER         scores and spectra as files; plots (default: evaluation/ in the run's folder)
 
@@ -30,7 +30,7 @@ OPTIONS = own_options(
     output="",
 )
 if __name__ == "__main__":
-    answer_early(__doc__, check, OPTIONS)  # before torch takes its seconds
+    answer_early(__doc__, check, OPTIONS)  # before torch is imported, which takes seconds
 
 import hashlib
 import logging
@@ -87,12 +87,12 @@ from verification.score_tables import lead_hours, select, table, variable_names
 from verification.scorecard import build_scorecard, write_scorecard
 
 logger = logging.getLogger("rossby")
-ALL_CELLS = 0.9999  # of the area: the rest is rounding
-OWN_FOLDER = "evaluation"  # in the run's folder: nothing else of it is written to
+ALL_CELLS = 0.9999  # fraction of the area that counts as all of it: the rest is rounding
+OWN_FOLDER = "evaluation"  # in the run's folder, in which nothing else is changed
 
 
 def parse_options(argv: list[str]) -> tuple[Namespace, list[str]]:
-    """Return this program's own options, checked, and the rest, which is the configuration's."""
+    """Return the checked options of this program, and the arguments of the configuration."""
     options, rest = split_options(argv, OPTIONS)
     check_options(options)
     return options, rest
@@ -103,7 +103,7 @@ def find_climatology(
 ) -> Climatology | None:
     """Return the climatology named or computed, None if none is wanted."""
     if not options.climatology and "climatology" not in options.baselines:
-        logger.info("no climatology and no ACC: --baselines does not name climatology, nor --climatology one")
+        logger.info("no climatology and no ACC: neither --baselines nor --climatology names one")
         return None
     path = options.climatology or own_climatology(folder, selection)
     return open_climatology(path, access)
@@ -136,9 +136,9 @@ def build_baselines(
     climatology: Climatology | None,
     config: Config,
 ) -> dict[str, ForecastFields]:
-    """Return baselines from initial dates (n,) and at those leads (L,) that are whole steps and have a truth,
-    without which fitting would read years of analyses; climatology if one has all valid times and some of
-    the `variables` that are scored.
+    """Return the baselines from initial dates (n,) at the leads (L,) that are whole steps and have a truth: to
+    fit other leads would read years of analyses for nothing. Climatology is included if it has all valid
+    times and at least one of the scored `variables`.
     """
     archive, step, now = selection.archive, selection.step, np.timedelta64(0, "s")
     leads = leads[(leads > now) & (leads % step == now)]
@@ -213,8 +213,8 @@ def common_axes(
 def saved_parts(
     config: Config, options: Namespace, archives: list[Archive], paths: list[str], variables: list[str]
 ) -> SavedParts | None:
-    """Return where this evaluation, of these files as they are, writes what it has counted; None if one of
-    them is not on a disk. archives: of analyses; paths: of forecasts and climatology.
+    """Return the saved partial sums of this evaluation, valid for the present state of its files; None if a
+    file is not on a disk. archives: of analyses; paths: of forecasts and climatology.
     """
 
     def key() -> str:
@@ -222,7 +222,7 @@ def saved_parts(
         if not all(states) or any(map(is_url, paths)):
             return ""
         parts = [to_toml(config), repr(vars(options)), *(state.hex() for state in states)]
-        for path in paths:  # the metadata of a store are written when it is made, and when forecast.py starts
+        for path in paths:  # a store's metadata are written when it is created, and when forecast.py starts
             files = [Path(path), *(Path(path, name) for name in ("zarr.json", ".zmetadata", ".zattrs"))]
             status = {file: file.stat() for file in files if file.exists()}
             parts += [f"{file} {each.st_mtime_ns} {each.st_size}" for file, each in status.items()]
@@ -233,7 +233,7 @@ def saved_parts(
 
 
 def common_cells(scores: Mapping[str, xr.Dataset]) -> str:
-    """Return which cells are scored: all that have a truth, or where the fewest of these are in common."""
+    """Return a line about the scored cells: all that have a truth, or the smallest common fraction."""
     lowest, where = 1.0, ""
     for each in scores.values():
         for variable in variable_names(each):

@@ -1,11 +1,11 @@
-"""Forecasts from a checkpoint and initial dates, into a Zarr in WeatherBench2's schema.
+"""Forecasts from a checkpoint and initial dates, written to a Zarr store in WeatherBench2's schema.
 
     .venv/bin/python forecast.py --job.config_file train_configs/gfs_winds.toml --forecast.num_steps 12
     .venv/bin/python -m jobs.torchrun --nproc-per-node 8 forecast.py ...     several processes
     .venv/bin/python forecast.py ... --export FOLDER                           the model for other programs
 
-Started again it completes what is missing. Exit codes: 0 done, 1 done but some forecasts blew up or had no
-input, 2 bad input. Reads from top to bottom; docs/forecasting.md says more.
+The same command, started again, computes what is missing. Exit codes: 0 done, 1 done but some forecasts blew
+up or had no input, 2 bad input. More: docs/forecasting.md.
 """
 
 import sys
@@ -15,7 +15,7 @@ from training.config_checks import check
 
 OPTIONS = own_options(export="")
 if __name__ == "__main__":
-    answer_early(__doc__, check, OPTIONS)  # before torch takes its seconds
+    answer_early(__doc__, check, OPTIONS)  # before torch is imported, which takes seconds
 
 import logging
 import os
@@ -58,19 +58,19 @@ from verification.stores import (
 
 logger = logging.getLogger("rossby")
 Pair = tuple[int, int]  # numbers of an initial date and a member: one forecast
-MAX_LINES = 20  # of forecasts that went wrong; a model that has not learned blows up from every date
+MAX_LINES = 20  # reports of failed forecasts; an untrained model blows up from every date
 
 
 @dataclass
 class Forecaster(Assembly):
-    """A trained model on this rank, and what stands between it and physical fields."""
+    """A trained model on this rank, with the conversions between it and physical fields."""
 
     trained: Trained
-    known: LaterFields | None = None  # what is known of later states; None: it does not change
+    known: LaterFields | None = None  # known fields of later states; None: they do not change
 
 
 def forecast(config: Config) -> int:
-    """One store of forecasts, on every rank; the exit code."""
+    """Compute the forecasts of one store, on all ranks; return the exit code."""
     settings, data = config.forecast, config.data
 
     # -- analyses and initial dates: before any rank waits for another, so that bad input is one line --------
@@ -113,7 +113,7 @@ def forecast(config: Config) -> int:
 
     # -- the loop: all ranks take equally many batches, as they may share the model -------------------------
     rounds = -(-len(missing) // dp)
-    names: dict[Pair, str] = {}  # variables with which forecasts of this start went wrong
+    names: dict[Pair, str] = {}  # variables that caused the failure of a forecast of this start
     writer = ForecastWriter(store)
     bar = tqdm(total=rounds * settings.num_steps, unit="step", disable=rank > 0 or None)  # on a terminal
     for round in range(rounds):
@@ -145,7 +145,7 @@ def forecast(config: Config) -> int:
 
 
 def open_data(config: Config) -> Selection:
-    """Analyses to start from; nothing of the training's dates has to be there. DataError: bad input."""
+    """Open the analyses to start from; the training dates may be missing. Raises ConfigError, DataError."""
     check_machine(config)
     check_folder("job.dump_folder", config.dump_folder)
     selection = open_without_periods(config.data, config.model.patch_size)
@@ -154,7 +154,7 @@ def open_data(config: Config) -> Selection:
 
 
 def load_forecaster(config: Config, selection: Selection) -> Forecaster:
-    """Joins the ranks, and cuts the model and its trained weights as the configuration says."""
+    """Join the ranks, and load this rank's part of the trained model."""
     device = start_ranks(PATIENCE)
     mesh = mesh_of(config.parallelism, device)
     set_determinism(config.training.deterministic)
@@ -173,7 +173,7 @@ def load_forecaster(config: Config, selection: Selection) -> Forecaster:
 def about(
     config: Config, index: StoreIndex, trained: Trained, selection: Selection, chosen: np.ndarray
 ) -> dict:
-    """Return all that determines the bytes of a store, but for the layout (last digits).
+    """Return everything that determines the values of a store, except the layout (last digits).
 
     chosen (n, h): indices of the windows that forecasts start from.
     """
@@ -207,7 +207,7 @@ def crc_of_states(selection: Selection, chosen: np.ndarray) -> str:
 
 
 def create(store: ForecastStore, content: dict) -> None:
-    """DataError where there is another forecast, or no place to write to."""
+    """Create the store. Raises ConfigError if it has another forecast, DataError if it cannot be written."""
     try:
         store.create(content)
     except OSError as error:
@@ -215,7 +215,7 @@ def create(store: ForecastStore, content: dict) -> None:
 
 
 def initial_states(selection: Selection, rows: np.ndarray) -> tuple[Tensor, Tensor]:
-    """Windows (B, h V, H, W) float32, NaN without a value, and their dates (B,), seconds since 1970.
+    """Return windows (B, h V, H, W) float32, NaN where missing, and their dates (B,), seconds since 1970.
 
     rows (B, h): indices of the states of each window in the archive, the newest first.
     """
@@ -267,7 +267,7 @@ def forecast_batch(
 
 
 def status_of(empty: np.ndarray, broken: np.ndarray, names: np.ndarray) -> tuple[np.ndarray, list[str]]:
-    """Return the status (B, L), and of each forecast the variables with which it went wrong, "" for none.
+    """Return the status (B, L), and for each forecast the variables that caused its failure, "" for none.
 
     empty (B, h V) and broken (B, L, V) bool; names (h V,): of variables in a window.
     """
@@ -281,8 +281,8 @@ def status_of(empty: np.ndarray, broken: np.ndarray, names: np.ndarray) -> tuple
 
 
 def problems_of(status: np.ndarray, index: StoreIndex, names: dict[Pair, str]) -> Iterator[tuple[Pair, str]]:
-    """Yield each forecast (date, member) that went wrong, and how. status (n, L, M); names: the variables of
-    those that this start has made.
+    """Yield each failed forecast (date, member) and the reason. status (n, L, M); names: the variables that
+    caused the failures of this start.
     """
     for pair in np.ndindex(status.shape[0], status.shape[2]):
         own, of = status[pair[0], :, pair[1]].tolist(), names.get(pair, "")
@@ -293,7 +293,7 @@ def problems_of(status: np.ndarray, index: StoreIndex, names: dict[Pair, str]) -
 
 
 def report(wrong: dict[Pair, str], index: StoreIndex, total: int) -> None:
-    """On stderr: which forecasts went wrong, with date, member and lead."""
+    """Report the failed forecasts on stderr, with date, member and lead."""
     for (date, member), problem in list(wrong.items())[:MAX_LINES]:
         which = f", member {member}" if index.num_members > 1 else ""
         print(f"rossby: forecast from {index.dates[date]}{which}: {problem}", file=sys.stderr)
@@ -304,10 +304,10 @@ def report(wrong: dict[Pair, str], index: StoreIndex, total: int) -> None:
 def export(config: Config, target: Path) -> None:
     """Write the trained model as a folder, with adapters merged into their matrices."""
     if os.environ.get("WORLD_SIZE", "1") != "1":
-        raise ConfigError(f"--export {target}: start one process, which has the whole model")
+        raise ConfigError(f"--export {target}: start one process; each of several has a part of the model")
     check_folder("--export", target.parent)
     check_target(target)
-    # Kernels and precisions are the machine's that runs it: plain float32 goes everywhere.
+    # Plain float32, because every machine can run it; kernels and precisions depend on the machine.
     model = replace(config.model, attention_backend="sdpa")
     training = replace(config.training, mixed_precision_param="float32")
     plain = replace(config, model=model, training=training, compile=Compile(), float8=Float8())
@@ -334,7 +334,7 @@ def main() -> None:
         try:
             code = forecast(config)
         except OSError as error:  # a full disk, a file of the analyses that is damaged
-            print(f"rossby: {error}; start it again to go on", file=sys.stderr)
+            print(f"rossby: {error}; start the same command again to continue", file=sys.stderr)
             code = 1
     end_process(code)
 

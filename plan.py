@@ -4,13 +4,13 @@
     .venv/bin/python plan.py --job.config_file train_configs/vit1b.toml --cluster a100x64 --layout auto
 
 --cluster NAME        a machine of planning/clusters.toml and how many of its devices: a100x64, h100x8, cpu2
---clusters FILE       your own machines, in the same form; as often as you like
+--clusters FILE       your own machines, in the same form; may be repeated
 --layout auto         search all layouts, modes of checkpointing and micro-batches; print the ten best
---anchor RUN          the folder of a run on this kind of machine: times of layouts of its kind are scaled by
-                      its measured steps
+--anchor RUN          the folder of a run on this kind of machine: its measured steps correct the planned
+                      times of layouts of the same kind
 --calibrate           measure steps of the configuration on this machine, for --anchor outputs/calibration
---dry_run             build the layout on fake ranks, those of --cluster or --world_size N, and run one step
-                      without memory
+--dry_run             build the layout on fake ranks (as many as --cluster has, or --world_size N) and run one
+                      step without memory
 --json                print one JSON object instead of tables
 
 --job.dump_folder RUN alone plans the run in that folder, by its config.toml. Days and dollars are ranges:
@@ -34,7 +34,7 @@ OPTIONS = own_options(
     world_size=1,
 )
 if __name__ == "__main__":
-    answer_early(__doc__, None, OPTIONS)  # on which cluster it can work is known later
+    answer_early(__doc__, None, OPTIONS)  # the check needs the cluster, which is read later
 
 import dataclasses
 import json
@@ -84,13 +84,13 @@ def main() -> None:
         elif options.calibrate:
             calibrate_machine(config)
         elif not cluster:
-            raise ConfigError("plan.py: say where: --cluster a100x64 (or --calibrate, --dry_run)")
+            raise ConfigError("plan.py: give a cluster: --cluster a100x64 (or --calibrate, --dry_run)")
         else:
             sys.exit(make_plan(config, cluster, options))
 
 
 def check_options(options: argparse.Namespace) -> None:
-    """Refuse numbers and words that no plan can be made of. Raises ConfigError."""
+    """Raise ConfigError for invalid values of the options."""
     if not 1 <= options.world_size <= MOST_RANKS:
         raise ConfigError(f"--world_size {options.world_size}: give 1 to {MOST_RANKS} ranks")
     if options.layout not in ("configured", "auto"):
@@ -98,17 +98,17 @@ def check_options(options: argparse.Namespace) -> None:
 
 
 def make_plan(config: Config, cluster: Cluster, options: argparse.Namespace) -> int:
-    """Print what was asked for; return 1 where the job does not fit, else 0."""
+    """Print the plan; return 1 if the job does not fit, else 0."""
     if config.lora.enable:
-        reason = "trains few of the parameters, of which closed forms know nothing; use --dry_run"
-        refuse("lora.enable", True, f"{reason}, or set it to false for more than it takes")
+        reason = "adapters are not in the planner's closed forms; use --dry_run"
+        refuse("lora.enable", True, f"{reason}, or set it to false for an upper limit")
     if options.anchor:
         cluster = anchored(cluster, options.anchor)
     original = config
     if options.layout == "auto":
         config = choose_local_batch(config, cluster.devices)
     work = job(config, cluster.devices)
-    work = work.replace(copies_ahead=0 if cluster.shared else COPIES_AHEAD)  # a CPU computes on what was read
+    work = work.replace(copies_ahead=0 if cluster.shared else COPIES_AHEAD)  # a CPU uses the batch in place
     check_device(work, cluster)
     plans = best_layouts(work, cluster) if options.layout == "auto" else []
     if not plans and work.global_batch % (work.local_batch * work.degrees.dp):
@@ -140,8 +140,8 @@ def anchored(cluster: Cluster, run: str) -> Cluster:
 
 
 def choose_local_batch(config: Config, world: int) -> Config:
-    """Return a configuration with the largest local batch, up to the configured, that the ranks can share: a
-    search tries every other. Raises ConfigError for the rest of the configuration.
+    """Return a configuration with the largest local batch, at most the configured one, that divides the
+    samples of a rank; the search tries the others. Raises ConfigError if another setting is invalid.
     """
     training = config.training
     if training.global_batch_size < 1 and training.global_batch_size != -1:
@@ -166,7 +166,7 @@ def num_variables(config: Config) -> int:
 
 
 def layout_blocks(plans: list[Plan], cluster: Cluster, config: Config) -> list[str]:
-    """config: as the user has written it, which the options of a layout replace."""
+    """Return the table of layouts and the options of the best one; config: as the user has written it."""
     if not plans:
         return []
     command = f"to train so: {layout_options(plans[0].work, config, cluster.devices)}"
@@ -175,7 +175,7 @@ def layout_blocks(plans: list[Plan], cluster: Cluster, config: Config) -> list[s
 
 def calibrate_machine(config: Config) -> None:
     """Measure steps of `config` on this machine; plan.py --anchor takes the folder."""
-    from planning.calibration import CALIBRATION, calibrate  # here: they take torch's seconds
+    from planning.calibration import CALIBRATION, calibrate  # imported here: torch takes seconds
 
     calibrate(config, grid_of(config), num_variables(config), CALIBRATION)
     _, seconds = run_record(CALIBRATION)
@@ -183,7 +183,7 @@ def calibrate_machine(config: Config) -> None:
 
 
 def dry_run_table(config: Config, world_size: int) -> None:
-    from planning.dry_run import dry_run  # here: they take torch's seconds
+    from planning.dry_run import dry_run  # imported here: torch takes seconds
 
     started = time.perf_counter()
     result = dry_run(config, world_size, grid_of(config), num_variables(config))
@@ -192,7 +192,7 @@ def dry_run_table(config: Config, world_size: int) -> None:
 
 
 def grid_of(config: Config) -> "Grid":
-    """Return the grid of data.grid_shape, which is taken to go round the globe, or of the data themselves."""
+    """Return the global grid of shape data.grid_shape; without that key, the grid of the data."""
     from datasets.grid import global_grid
     from datasets.selection import open_selection
 

@@ -13,7 +13,7 @@ from training.config_checks import check
 
 if __name__ == "__main__":
     end_at_signals()
-    answer_early(__doc__, check)  # help and bad input, before the seconds that torch takes to import
+    answer_early(__doc__, check)  # help and bad input, before torch is imported, which takes seconds
 
 import gc
 import logging
@@ -50,7 +50,7 @@ def train(config: Config, watchdog: Watchdog | None = None) -> None:
     training, folder = config.training, config.dump_folder
     watchdog = watchdog or Watchdog(folder, config.comm)
 
-    # -- data, before any rank waits for another, so that bad input is one line
+    # -- data, before any rank waits for another, so that bad input is reported in one line
     selection = watchdog.selection = open_checked(config)
 
     # -- ranks
@@ -92,7 +92,7 @@ def train(config: Config, watchdog: Watchdog | None = None) -> None:
 
     # -- the loop, which waits for the device only on logging and saving steps
     schedule, stop = Schedule.of(config), ""  # stop: why the run ends before its last step
-    gc.disable()  # run on a schedule: at random times it would stop one rank while the others wait
+    gc.disable()  # collections are scheduled: at a random time one would delay a rank while the others wait
     model.train()
     with profiler, agreement:
         while progress.step < training.steps and not stop:
