@@ -120,8 +120,8 @@ class Data:
     )
     boundary_width: Annotated[int, Range(0, 1000)] = option(
         0,
-        "Width in cells of the boundary of a regional grid. The boundary is not predicted: the model gets its "
-        "values at the date that it predicts. 0: no boundary.",
+        "Width in cells of the boundary of a regional grid. The boundary is not predicted: the model gets "
+        "its values at the date that it predicts. 0: no boundary.",
     )
     levels: tuple[Positive, ...] = option(
         (), 'Pressure levels in hPa of all variables that are named without a level: "temperature".'

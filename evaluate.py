@@ -136,8 +136,8 @@ def build_baselines(
     climatology: Climatology | None,
     config: Config,
 ) -> dict[str, ForecastFields]:
-    """Return the baselines from initial dates (n,) at the leads (L,) that are whole steps and have a truth: to
-    fit other leads would read years of analyses for nothing. Climatology is included if it has all valid
+    """Return the baselines from initial dates (n,) at the leads (L,) that are whole steps and have a truth:
+    to fit other leads would read years of analyses for nothing. Climatology is included if it has all valid
     times and at least one of the scored `variables`.
     """
     archive, step, now = selection.archive, selection.step, np.timedelta64(0, "s")

@@ -1,6 +1,6 @@
-"""Analyses (ERA5 and similar) on one grid, whatever files they come from.
+"""Analyses (ERA5 and similar) on one grid, from any kind and number of files.
 
-One array may have all levels, or each variable or year may have a file.
+An array may contain all levels, or each variable or year may have its own file.
 """
 
 import hashlib
@@ -23,14 +23,14 @@ from datasets.variables import plain_units, split_name
 from errors import DataError
 
 logger = logging.getLogger(__name__)
-COMPARED_DATES = 8  # of those that several files have, and as many of the newest
+COMPARED_DATES = 8  # of the dates that several files contain, and as many of the newest of them
 
 
 class Archive(NamedFields):
     """Analyses on one grid: `times` (T,) datetime64[s], sorted and unique, and the names of the variables.
 
-    Where files cover different dates, `times` is their union and a variable is NaN where it is absent; `has`
-    tells where. It can be pickled; each process opens the files itself.
+    If files cover different dates, `times` is their union, and a variable is NaN on dates without it; `has`
+    returns which. It can be pickled; each process opens the files itself.
     """
 
     def __init__(
@@ -54,7 +54,7 @@ class Archive(NamedFields):
         self.times = times[~np.isnat(times)]
         if not len(self.times):
             names = ", ".join([*self._static, *self.unreadable][:6])
-            raise DataError(f"cannot read {path!r}: nothing in it has a time axis with dates, only {names}")
+            raise DataError(f"cannot read {path!r}: no array has a time axis with dates, only {names}")
         self._located: dict[tuple[int, ...], tuple[np.ndarray, np.ndarray]] = {}
 
     def __repr__(self) -> str:
@@ -74,8 +74,8 @@ class Archive(NamedFields):
         return np.all([self._locate(axes)[0] >= 0 for axes in set(map(self._axes_of, variables))], axis=0)
 
     def check(self, variables: Sequence[str], every_date: bool = False) -> None:
-        """Raise DataError if files differ in a variable's units, or in its values at some or `every_date`;
-        log a variable that cannot be read from all of the arrays with its name.
+        """Raise DataError if files differ in a variable's units, or in its values on some or `every_date`; log
+        a warning if some arrays of a variable cannot be read.
         """
         for name in variables:
             fields = self._fields(name)
@@ -105,17 +105,17 @@ class Archive(NamedFields):
                 raise DataError(f"{self.path!r}: {reason}: remove one of them")
 
     def files_state(self, variables: Sequence[str]) -> bytes:
-        """Return a digest of names, sizes and times of change of the files; b"" for URLs."""
+        """Return a digest of the files' names, sizes and modification times; b"" for URLs."""
         arrays = {(field.path, field.array) for name in variables for field in self._fields(name)}
         states = [file_states(path, array) for path, array in sorted(arrays)]
         parts = [line for lines in states for line in lines]
-        # Another member or region of the same files is other data.
+        # Another member or region of the same files counts as different data.
         parts.append(repr(sorted(self.selection.items())).encode())
         parts.append(np.concatenate([self.grid.latitude, self.grid.longitude]).tobytes())
         return hashlib.sha256(b"".join(parts)).digest() if all(states) else b""
 
     def time_chunk(self, variables: Sequence[str]) -> int:
-        """Return how many dates are decoded together: reading fewer at once reads the same chunks again."""
+        """Return the number of dates that are decoded together; to read fewer decodes chunks again."""
         return max(field.chunk("time") for name in variables for field in self._fields(name))
 
     def field_of(self, name: str) -> Field:
@@ -164,7 +164,7 @@ class Archive(NamedFields):
                     yield from _field_tasks(field, own, int(rows[a]), out[a:b])
 
     def reads_by_threads(self, variables: Sequence[str]) -> bool:
-        """Return True if all of these are in stores of datasets.convert, which threads read side by side."""
+        """Return True if all of these are in stores of datasets.convert, which threads read concurrently."""
         return all(find_reader(field) for name in variables for field in self._fields(name))
 
     def float16_packing(self, variables: Sequence[str]) -> tuple[np.ndarray, np.ndarray] | None:
@@ -189,7 +189,7 @@ class Archive(NamedFields):
             values = first.read_one(position)
             for field, position in more[:: max(1, len(more) // COMPARED_DATES)]:
                 if not np.array_equal(field.read_one(position), values, equal_nan=True):
-                    reason = f"{name} is another in {field.path} than in {first.path}"
+                    reason = f"{name} differs between {field.path} and {first.path}"
                     raise DataError(f"{self.path!r}: {reason}: remove one of them")
             return values
         return self.read(int(np.argmax(self.has([name]))), [name])[0]

@@ -1,9 +1,9 @@
-"""The channels of a model by name: which variable stands where in its input and its output.
+"""Channels of a model by name: the position of each variable in its input and output.
 
 A state has prognostic, diagnostic and forcing variables, in this order. Each has a channel in the input and
-the output of a model, whatever its role, so that a variable may change its role and keep its weights: the
-input of diagnostic variables is 0, outputs of forcing variables are not used. The input of a model is a
-window of states, the newest first, what is known of the next state, static fields, forcings and noise.
+in the output of a model, so that a variable can change its role and keep its weights: the input of
+diagnostic variables is 0, and the output of forcing variables is not used. The input of a model consists of
+a window of states (newest first), known variables of the next state, static fields, forcings and noise.
 """
 
 from dataclasses import dataclass
@@ -26,7 +26,7 @@ class Channels:
     noise_dim: int = 0
     history: int = 1  # states of a window, `step_hours` apart
     step_hours: int = 6
-    boundary_width: int = 0  # cells of a limited area that are known of the next state
+    boundary_width: int = 0  # width in cells of the boundary, which is known of the next state
     forcings_of_target: bool = False
 
     @classmethod
@@ -66,12 +66,12 @@ class Channels:
 
     @property
     def known(self) -> slice:
-        """Place of the variables that are known of the next state: all with a boundary, else forcings."""
+        """Slice of the variables that are known of the next state: all with a boundary, else forcings."""
         return slice(len(self.variables)) if self.boundary_width else self.find("forcing")
 
     @property
     def is_known(self) -> bool:
-        """True if something of the next state is known."""
+        """True if some values of the next state are known in advance."""
         return bool(self.boundary_width or self.forcing)
 
     @property

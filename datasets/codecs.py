@@ -1,7 +1,7 @@
-"""Blosc codecs that refuse a chunk that was cut short.
+"""Blosc codecs that refuse a truncated chunk.
 
-c-blosc reads beyond the end of a truncated buffer and returns what is in memory there, as numcodecs 0.16 and
-zarr 3.1 pass it on: the registries of both are given these instead.
+c-blosc reads beyond the end of a truncated buffer and returns the memory there, and numcodecs 0.16 and
+zarr 3.1 do not check. These codecs replace theirs in the registries of both.
 """
 
 import struct

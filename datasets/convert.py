@@ -49,7 +49,7 @@ from jobs.durable_files import write_durably
 DONE = "conversion"  # folder in a store that is not complete: a file for each part that is written
 SHARD_DATES, SHARD_BYTES, PART_BYTES = 512, 2**28, 2**30  # at most
 SAMPLED_DATES = 16  # for scales and offsets of float16
-LARGEST_RMS = 1 / 200  # error of a float16 field, in units of the scale
+LARGEST_RMS = 1 / 200  # largest RMS error of a float16 field, in units of the scale
 AXES = ("time", "latitude", "longitude")
 Part = tuple[int, int, list[str]]  # dates [start, stop) of some variables: at most a shard of each
 # Zarr 3 does not specify consolidated metadata, and the folder of parts is no array.
@@ -234,7 +234,7 @@ class Conversion:
         times = group["time"][:].astype("datetime64[s]")
         if not group.attrs["complete"]:
             if len(lost := times[~np.isin(times, self.times)]):
-                reason = f"it lacks {lost[0]}, one of the dates with which {str(self.target)!r} was begun"
+                reason = f"it no longer has {lost[0]}, with which {str(self.target)!r} was begun"
                 refuse("SOURCE", self.options.source, f"{reason}; convert to another TARGET")
             self.write()
         print(f"{self.target}: complete, {len(times)} dates of {len(self.names)} variables")
@@ -249,7 +249,7 @@ class Conversion:
         return {key: found[key] for key in found if key not in ("target", "levels", "workers", "scheduler")}
 
     def check_options(self, group: Any) -> None:
-        """Raise ConfigError for options or a grid with which the store was not begun."""
+        """Raise ConfigError if options or grid differ from those with which the store was begun."""
         for name, value in self.fixed_options().items():
             known = group.attrs["options"].get(name)
             if value != known:
@@ -259,7 +259,7 @@ class Conversion:
             refuse("SOURCE", self.options.source, f"its grid is not that of {str(self.target)!r}; use --grid")
 
     def create(self) -> None:
-        """Write a store without values, after removal of what a killed attempt has left."""
+        """Create a store without values, after removing the files of a killed attempt."""
         for path in self.target.iterdir():
             shutil.rmtree(path) if path.is_dir() else path.unlink()
         (self.target / DONE).mkdir()
@@ -295,7 +295,7 @@ class Conversion:
         for names in self.archive.group_by_array(self.names):
             fields = (self.fit(self.archive.read(date, names)) for date in dates)
             sums = [[sum_moments(field, 0.0, area) for field in each] for each in fields]
-            with np.errstate(invalid="ignore"):  # of a variable without any value
+            with np.errstate(invalid="ignore"):  # for a variable without any value
                 weight, total, squares = np.sum(sums, axis=0).T
                 mean = total / weight
                 deviation = np.sqrt((squares / weight - mean**2).clip(min=0))
@@ -305,7 +305,7 @@ class Conversion:
         return packings
 
     def write(self) -> None:
-        """Write the parts that are not written, and then that the store is complete."""
+        """Write the missing parts, then mark the store as complete."""
         for leftover in self.target.rglob("*.partial"):  # of zarr, when a process is killed
             leftover.unlink()
         pending = [part for part in self.plan_parts() if not self.mark_of(part).exists()]
@@ -322,7 +322,7 @@ class Conversion:
         return self.target / DONE / f"{hashlib.sha256(key.encode()).hexdigest()[:32]}.json"
 
     def plan_parts(self) -> list[Part]:
-        """Return the parts: a shard of dates of variables that the source stores together."""
+        """Return the parts: one shard of dates of the variables that the source stores together."""
         first = self.group[array_name(self.names[0])]
         count, dates = first.shape[0], first.shards[0]
         most = max(1, PART_BYTES // (dates * self.largest_field))
@@ -357,7 +357,7 @@ def run_parts(tasks: Sequence[Any], options: Namespace) -> None:
 
     Raises what a task raises, RunFailed if a worker is lost, ConfigError if no scheduler answers.
     """
-    # Processes, not threads: HDF5 has one lock for all of a process, and packing needs Python's.
+    # Processes, not threads: HDF5 has one lock per process, and packing needs Python's lock.
     scheduler = None if options.scheduler else "processes" if options.workers > 1 else "synchronous"
     ending: Any = {"multiprocessing.initializer": partial(_end_with, os.getpid())}
     try:
@@ -373,7 +373,7 @@ def run_parts(tasks: Sequence[Any], options: Namespace) -> None:
 
 
 def _end_with(parent: int) -> None:
-    """Make a worker end with its parent, and leave Ctrl-C to it."""
+    """Make a worker end with its parent, which alone handles Ctrl-C."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
     if os.getppid() != parent:

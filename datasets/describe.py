@@ -1,10 +1,10 @@
-"""Describe analyses: what they contain, what is wrong with them, and the [data] section that trains on them.
+"""Describe analyses: their content, their problems, and a [data] section to train on them.
 
     .venv/bin/python -m datasets.describe SOURCE
     .venv/bin/python -m datasets.describe SOURCE --select member=0 --all
 
-SOURCE is what data.path takes. Values are looked at on 24 dates, evenly spaced; with --all on every date.
-Exit codes: 0 nothing wrong, 1 something is, 2 bad input.
+SOURCE is a value of data.path. Values are checked on 24 evenly spaced dates, with --all on every date.
+Exit codes: 0 no problems, 1 problems, 2 bad input.
 """
 
 import json
@@ -34,7 +34,7 @@ LONGEST_LEAD = np.timedelta64(24, "h")  # default of validation.lead_hours
 
 
 class Finding(NamedTuple):
-    """A row of the table of what is wrong."""
+    """A row of the table of problems."""
 
     problem: str
     where: str
@@ -52,7 +52,7 @@ def parse(argv: list[str]) -> Namespace:
 
 
 def main(argv: list[str]) -> int:
-    """Print the description; return 1 if something is wrong. Raises ConfigError, DataError."""
+    """Print the description; return 1 if there are problems. Raises ConfigError, DataError."""
     options = parse(argv)
     selection, left_out = parse_selection(options.select), dict[str, str]()
     archive = Archive(options.source, *read_all_fields(options.source, selection, left_out=left_out))
@@ -135,7 +135,7 @@ def find_odd_values(archive: Archive, dates: np.ndarray) -> Iterator[Finding]:
 
 
 def find_problems(values: np.ndarray, name: str) -> Iterator[str]:
-    """Yield what is wrong with the values (H, W) of a variable."""
+    """Yield the problems of the values (H, W) of a variable."""
     finite = values[np.isfinite(values)]
     fill = undeclared_fill(finite, name)
     if fill is not None:

@@ -1,8 +1,8 @@
 """Samples of a period: the dates of each, and how they are read.
 
-A sample lists the dates of its window (the `data.history` states that a model sees, newest first), then those
-that follow: its first date is the one that a forecast starts from. To a model a window is one field with h V
-channels.
+A sample lists the dates of its window (the `data.history` input states of a model, newest first), then the
+dates that follow. Its first date is the initial time of a forecast. For a model, a window is one field with
+h V channels.
 
 Shapes: B batch, K dates of a sample, h states of a window, R states that follow, V variables, H latitudes,
 W longitudes.
@@ -82,9 +82,9 @@ def cache_if_small(
 class FieldDataset(Dataset):
     """Samples of K dates each, read as whole batches. Indices may be negative; a date of -1 is missing.
 
-    A sample whose window lacks a variable counts in no loss and no score: what follows is missing (NaN).
-    Where threads read them, fields have the stored type: `unpack` makes physical values of them, on any
-    device.
+    If a window lacks a variable, all later states of the sample are set to NaN, so that it counts in no loss
+    and no score. Fields that threads read have the stored type; `unpack` converts them to physical values on
+    any device.
     """
 
     def __init__(
@@ -117,7 +117,7 @@ class FieldDataset(Dataset):
         return torch.from_numpy(batch), self.seconds(dates)
 
     def drop_incomplete(self, batch: np.ndarray) -> None:
-        """Make missing what follows a window that has no value of a variable; fields (B, K, V, H, W)."""
+        """Set the states after a window without any value of a variable to NaN; fields (B, K, V, H, W)."""
         for sample in batch:
             window = sample[: self.history]
             some = np.argwhere(np.isnan(window[..., 0, 0]))  # of most fields the first cell has a value
@@ -150,7 +150,7 @@ class FieldDataset(Dataset):
 
 
 class LaterFields:
-    """What is known of later dates of a forecast (`Normalizer.known`), read when it gets there."""
+    """Known fields of later dates of a forecast (`Normalizer.known`), read when the forecast reaches them."""
 
     def __init__(self, archive: Archive, variables: Sequence[str]) -> None:
         self.archive, self.variables, self.missing = archive, list(variables), np.datetime64("NaT")
@@ -167,5 +167,5 @@ class LaterFields:
                 fields[dates == date] = self.archive.read(int(position[0]), self.variables)
             elif np.isnat(self.missing):
                 self.missing, names = date, ", ".join(self.variables)
-                logger.warning(f"no {names} at {date} in the data: they stay as they are the step before")
+                logger.warning(f"no {names} at {date} in the data: the values of the step before are kept")
         return torch.from_numpy(fields).to(times.device)

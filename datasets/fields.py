@@ -106,7 +106,7 @@ def _single_number(attrs: Mapping[str, Any], key: str, default: float) -> float:
 
 @dataclass(frozen=True, eq=False)
 class Orientation:
-    """The grid of a file, and where in the file its rows and columns are."""
+    """The grid of a file, and the positions of its rows and columns in the file."""
 
     grid: Grid
     shape: tuple[int, int]  # of the file
@@ -156,9 +156,9 @@ def find_orientation(latitude: np.ndarray, longitude: np.ndarray) -> Orientation
 class Field:
     """One array of a file: a variable, or several along its level (or channel) axis.
 
-    `names` has one name for each position on that axis; `roles` names the array's dimensions, "" one that is
-    dropped: its element at `selected` is read. `times` are the dates of the file, in its order, or None for a
-    constant field. It can be pickled; each process opens the file itself.
+    `names` has one name for each position on that axis. `roles` has the role of each dimension, "" for a
+    dropped one, of which the element at `selected` is read. `times` are the dates in the order of the
+    file, None for a constant field. It can be pickled; each process opens the file itself.
     """
 
     path: str
@@ -176,7 +176,7 @@ class Field:
     labels: Mapping[str, np.ndarray] = field(default_factory=dict)  # of axes of forecasts and climatologies
 
     def chunk(self, role: str) -> int:
-        """Return how many elements of an axis are decoded together."""
+        """Return the number of elements of an axis that are decoded together."""
         return self.chunks[self.roles.index(role)] if self.chunks and role in self.roles else 1
 
     def size(self, role: str) -> int:
@@ -184,7 +184,7 @@ class Field:
         return self.raw.shape[self.roles.index(role)] if role in self.roles else 1
 
     def num_selected(self, role: str, slices: Mapping[str, slice]) -> int:
-        """Return how many elements of an axis the slices have, 1 if there is none."""
+        """Return the number of elements of an axis in the slices, 1 without the axis."""
         return len(range(self.size(role))[slices.get(role, slice(None))]) if role in self.roles else 1
 
     def read(self, axes: Sequence[str], slices: Mapping[str, slice]) -> np.ndarray:
@@ -233,7 +233,7 @@ class Field:
             raise self.unreadable(error, rows) from None
 
     def unreadable(self, error: Exception, rows: int | slice) -> DataError:
-        """Return the DataError for what a library raised over the values at rows of the time axis."""
+        """Return the DataError for an error of a library while reading rows of the time axis."""
         dates = np.atleast_1d(self.times[rows]) if self.times is not None else []
         date = " to ".join(str(date) for date in dict.fromkeys([*dates[:1], *dates[-1:]]))
         fix = "restore the file, or leave the date out of data.train_period and data.validation_period"
@@ -243,10 +243,10 @@ class Field:
     def _missing_chunks(
         self, key: tuple[int | slice, ...], stored: np.ndarray
     ) -> Iterator[tuple[slice, ...]]:
-        """Yield the parts of `stored` with chunks that are not in the Zarr store and read as its fill value.
+        """Yield the parts of `stored` that are not in the Zarr store, where reading returns the fill value.
 
-        Of an array with shards, the shards: writers leave out chunks of fill values inside one. A fill value
-        of NaN needs no test. Cloud, rain and masks may be left out where they are zero.
+        Only whole shards count for arrays with shards: writers omit chunks of fill values inside a shard. Not
+        needed if the fill value is NaN, nor for cloud, rain and masks, which may be omitted where they are 0.
         """
         fill = getattr(self.raw, "fill_value", None)
         if fill is None or fill != fill or self.names[0].partition(":")[0] in OFTEN_ZERO:
@@ -368,6 +368,6 @@ def level_tasks(
 
 @cache
 def _warn_missing_chunk(path: str, array: str) -> None:
-    """Log once for an array that a chunk is not in the store, but not in each loader process."""
+    """Log once per array, not in each loader process, that chunks are not in the store."""
     if multiprocessing.parent_process() is None:
         logger.warning(f"{path}: {array}: chunks are not in the store: read as missing values")

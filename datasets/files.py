@@ -64,7 +64,7 @@ def is_zarr(path: str) -> bool:
 
 
 def file_states(path: str, array: str) -> list[bytes]:
-    """Return name, size and time of change of each file that has an array; none for a URL."""
+    """Return name, size and modification time of each file of an array; none for a URL."""
     if is_url(path):
         return []
     names, root = [path], os.path.join(path, array)
@@ -81,7 +81,7 @@ def find_engine(path: str) -> str:
     """Return xarray's engine for a file, from its first bytes. Raises DataError."""
     if is_url(path) or is_zarr(path):
         return "zarr"
-    if not os.path.isfile(path):  # a pipe or a device: reading it may never end
+    if not os.path.isfile(path):  # a pipe or a device, which may never end
         raise DataError(f"cannot read {path!r}: it is no regular file")
     with open(path, "rb") as file:
         start = file.read(8)
@@ -109,7 +109,7 @@ def _close_files() -> None:
 
 @dataclass(frozen=True)
 class OpenFile:
-    """Arrays and attributes of one file, nothing of which is decoded."""
+    """Arrays and attributes of one file, without decoding."""
 
     path: str
     arrays: Mapping[str, xr.Variable]
@@ -143,12 +143,12 @@ class OpenFile:
         group: Any = backend.zarr_group
         if not group.attrs.get("complete", True) and TRAINING_STORE in group.attrs:
             raise DataError("its conversion has not ended: run the same `python -m datasets.convert` again")
-        # Sorted: zarr lists arrays in the order in which their metadata arrive, another one on every rank.
+        # Sorted, because zarr lists arrays in the order in which metadata arrive, which varies by rank.
         arrays = {str(name): dataset.variables[name] for name in sorted(dataset.variables)}  # type: ignore[type-var]
         raw = {name: group[name] for name in arrays}
         for name, variable in arrays.items():
-            # Zarr 2's fill value means "missing", as in xarray, but for 0 where values are not packed:
-            # writers that set none give it to a store, and every sea cell of a land mask would be NaN.
+            # Zarr 2's fill value means "missing", as in xarray, except 0 for values that are not packed: many
+            # writers set 0 by default, and every sea cell of a land mask would be NaN.
             packed = {"scale_factor", "add_offset"} & variable.attrs.keys()
             zero = variable.attrs.get("_FillValue") == 0
             if raw[name].metadata.zarr_format == 2 and zero and not packed:
@@ -167,7 +167,7 @@ class OpenFile:
         except Exception as error:  # eccodes has a class for each kind of damage
             raise DataError(f"a GRIB message is damaged or cut short ({describe_error(error)})") from None
         most = max((dataset.sizes["valid_time"] for dataset in datasets), default=0)
-        # What has a single date where others have more is constant.
+        # Variables with a single date are constant if others have more dates.
         found = [
             each.isel(valid_time=0) if each.sizes["valid_time"] == 1 < most else each for each in datasets
         ]
@@ -189,7 +189,7 @@ class OpenFile:
 
 
 def unpacked(variable: xr.Variable) -> np.ndarray:
-    """Return the values of a coordinate as its scale_factor and add_offset say."""
+    """Return the values of a coordinate, with its scale_factor and add_offset applied."""
     values, attrs = np.asarray(variable.values), variable.attrs
     if not {"scale_factor", "add_offset"} & attrs.keys():
         return values
@@ -209,7 +209,7 @@ def find_coordinate(file: OpenFile, role: str, roles: Mapping[str, str]) -> str:
 def dim_labels(file: OpenFile, dim: str, size: int) -> list[str]:
     """Return the labels along a dimension, dates as 2020-01-01T00:00:00; without a coordinate numbers from 0.
 
-    A dimension of NetCDF 4 without a coordinate reads as zeros: labels that repeat are none.
+    A NetCDF 4 dimension without a coordinate reads as zeros, so repeated labels are ignored.
     """
     labels = []
     if dim in file.arrays and file.arrays[dim].ndim == 1:
@@ -234,11 +234,11 @@ def decode_times(variable: xr.Variable, reference: str = "") -> np.ndarray:
     stored, numbers = np.asarray(variable.values), unpacked(variable)
     fills = [np.ravel(variable.attrs.get(key, [])) for key in ("_FillValue", "missing_value")]
     is_missing = np.isin(stored, [fill for each in fills if each.dtype.kind in "iuf" for fill in each])
-    if is_missing.any():  # 9.97e36 days since then are no date
+    if is_missing.any():  # a fill value such as 9.97e36 days is not a date
         numbers = np.where(is_missing, np.append(numbers[~is_missing], 0)[0], numbers)
     try:
         times = _decode_numbers(numbers, attrs)
-        if stored.dtype == np.float32:  # days since 1850 are off by minutes: what may be a whole hour is one
+        if stored.dtype == np.float32:  # days since 1850 are off by minutes: round to a near whole hour
             after = _decode_numbers(np.nextafter(numbers.astype(np.float32), np.float32(np.inf)), attrs)
             hours = (times + np.timedelta64(30, "m")).astype("datetime64[h]").astype(times.dtype)
             times = np.where(np.abs(hours - times) < after - times, hours, times)

@@ -34,7 +34,7 @@ class Instant:
     def day_of_year(self) -> torch.Tensor:
         """Return the season as an angle (B, 1, 1), 0 at 1 January of 2000 and again each mean Gregorian year.
 
-        Within a day of the calendar's, and unlike it without a jump at midnight or at the end of a leap year.
+        It differs from the calendar's by less than a day, without jumps at midnight or after a leap year.
         """
         days = self.seconds.double() / SECONDS_PER_DAY - (EPOCH_TO_J2000 - 0.5)
         return 2 * math.pi * torch.remainder(days / DAYS_PER_YEAR, 1.0)
@@ -67,7 +67,7 @@ def sun_position(seconds: torch.Tensor) -> Sun:
 
 
 def insolation(at: Instant) -> torch.Tensor:
-    """Return instantaneous sunlight on a horizontal plane above the air over the solar constant (B, H, W).
+    """Return the instantaneous radiation at the top of the atmosphere / solar constant, (B, H, W).
 
     ERA5's variable of this name is instead accumulated over the hour before, in J m-2.
     """

@@ -57,7 +57,7 @@ class Grid:
 
     @property
     def periodic(self) -> bool:
-        """True if the longitudes go round the globe: the last column's eastern neighbour is the first."""
+        """True if the longitudes cover the globe: the eastern neighbour of the last column is the first."""
         return is_periodic(self.longitude)
 
     def same_as(self, other: "Grid") -> bool:
@@ -90,7 +90,7 @@ class Grid:
 
 
 def coarser(one: Grid, other: Grid) -> Grid:
-    """Return the grid with the larger cells, wherever on the globe each is."""
+    """Return the grid with the larger cells; the grids may cover different parts of the globe."""
 
     def cell(grid: Grid) -> float:
         rows, columns = latitude_bounds(grid.latitude), longitude_bounds(grid.longitude)

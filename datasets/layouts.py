@@ -32,8 +32,8 @@ from errors import ConfigError, DataError
 HECTOPASCALS = {"": 1.0, "hPa": 1.0, "Pa": 0.01, "kPa": 10.0, "bar": 1000.0}
 LABELLED = ("lead", "hour", "dayofyear")  # axes of forecasts and climatologies
 NO_PRESSURES = re.compile("hybrid|sigma|model.?level|height|depth|altitude")
-# NCAR's storm of January 1996 names p, t, u, v in every file. p is near 101,000 Pa also over the Rockies:
-# reduced to mean sea level. The others come with u500 and v500 and are the fields at the ground.
+# NCAR's storm of January 1996 has p, t, u, v in every file. p is near 101,000 Pa even over the Rockies, so it
+# is reduced to mean sea level. t, u, v are fields near the ground; u500 and v500 are stored with them.
 STORM = {
     "p": "mean_sea_level_pressure",
     "t": "2m_temperature",
@@ -82,7 +82,7 @@ def open_fields(
 def _named_fields(
     file: OpenFile, roles_of: Mapping[str, str], selection: Mapping[str, str], unreadable: dict[str, str]
 ) -> list[Field]:
-    """Return the arrays with named dimensions; why others cannot be read is added to `unreadable`."""
+    """Return the arrays with named dimensions; add the reasons for unreadable ones to `unreadable`."""
     north, east = (find_coordinate(file, role, roles_of) for role in ("latitude", "longitude"))
     _refuse_radians(file, north, east)
     orientation = find_orientation(file.fetch(north), file.fetch(east))

@@ -1,4 +1,4 @@
-"""From dates to batches: a sampler that is a pure function of (seed, sample), and the loaders.
+"""Samplers, which are pure functions of (seed, sample), and loaders of batches.
 
 Stores that datasets.convert writes, and fields in memory, are read by threads; every other source by
 torchdata's StatefulDataLoader in spawned processes. Shapes: B batch, K dates of a sample, V variables, H
@@ -30,13 +30,13 @@ from datasets.store_reader import Task
 from errors import UserError, handle_stop_signals
 
 NEVER = 2**62
-BUNDLE = 2**23  # bytes that a thread fills at once: handing over a task costs as much as decoding 100 kB
-# torchdata 0.11 calls what torch 2.13 deprecates, once a loader; there is no newer torchdata.
+BUNDLE = 2**23  # bytes per task of a thread: submitting a task costs as much as decoding 100 kB
+# torchdata 0.11, the newest, calls a function that torch 2.13 deprecates, once per loader.
 warnings.filterwarnings("ignore", message="'set_vital' is deprecated")
 
 
 class TrainSampler(Sampler[list[int]]):
-    """Endless local batches. The n-th sample of a run is a function of (seed, n); ranks take parts of it.
+    """Endless local batches. The n-th sample of a run is a function of (seed, n); ranks share each batch.
 
     Samples are drawn without replacement, epoch after epoch, and a batch may contain two epochs.
     """
@@ -74,7 +74,7 @@ class TrainSampler(Sampler[list[int]]):
 class EvaluationSampler(Sampler[list[int]]):
     """Every sample once: rank r gets r, r + R, and so on.
 
-    All ranks yield equally many samples, so that none waits; -1, which reads as the last, fills the gap.
+    All ranks yield the same number of samples, so that none waits; missing ones are -1 (the last sample).
     """
 
     def __init__(self, num_samples: int, local_batch_size: int, rank: int, num_ranks: int) -> None:
@@ -100,16 +100,16 @@ class Unfinished(NamedTuple):
 
 
 def take_memory(free: deque[np.ndarray], shape: tuple[int, ...], dtype: np.dtype, pin: bool) -> Tensor:
-    """Return a tensor in memory of `free`, which gets it back when nothing refers to the tensor or a view.
+    """Return a tensor in memory from `free`, to which the memory returns when no tensor or view uses it.
 
     New memory for each batch would cost as much in page faults as decoding it.
     """
-    if pin:  # torch uses such memory again itself, after copies from it have ended
+    if pin:  # torch reuses pinned memory itself, after copies from it have ended
         return torch.empty(shape, dtype=getattr(torch, dtype.name), pin_memory=True)
     memory = free.pop() if free else None
     if memory is None or len(memory) < shape[0]:
         memory = np.empty(shape, dtype)  # of huge pages
-    owner = memory[: shape[0]]  # what the storage of the tensor refers to
+    owner = memory[: shape[0]]  # referenced by the storage of the tensor
     weakref.finalize(owner, free.append, memory).atexit = False
     return torch.from_numpy(owner)
 
@@ -138,7 +138,7 @@ class ThreadedLoader:
                     yield self._finish(unfinished.popleft())
             while unfinished:
                 yield self._finish(unfinished.popleft())
-        finally:  # the consumer has left
+        finally:  # the consumer has stopped
             for future in (future for batch in unfinished for future in batch.reads):
                 future.cancel()
 
@@ -231,7 +231,7 @@ def build_loader(
         num_workers=num_workers,
         collate_fn=_return_batch if fits else _to_arrays,
         pin_memory=pin,
-        # Its own: torch's would be drawn from at every start, and a resumed run would not repeat.
+        # Its own generator: every start would draw from torch's, and a resumed run would not be bit-exact.
         generator=torch.Generator(),
         # The default takes a snapshot of every worker at every step; the sampler needs only a sample number.
         snapshot_every_n_steps=NEVER,
@@ -249,14 +249,14 @@ def unwrap_errors(batches: Iterable[tuple[Any, Any]]) -> Iterator[tuple[Tensor, 
         if not lines[0].startswith("Caught"):
             raise
         raise type(error)(lines[-1].partition(": ")[2]) from None
-    except (ConnectionError, EOFError) as error:  # it died while it handed a batch over
+    except (ConnectionError, EOFError) as error:  # the process died while sending a batch
         raise RuntimeError(f"DataLoader worker exited unexpectedly ({type(error).__name__})") from None
 
 
 def ignore_stop_signals(worker: int) -> None:
-    """Ignore signals, which reach all processes of a terminal or Slurm step: a save may need more batches.
+    """Ignore stop signals, which a terminal or Slurm sends to all processes: a save may need more batches.
 
-    But SIGTERM, by which the trainer ends its loader processes.
+    Except SIGTERM, with which the trainer ends its loader processes.
     """
     handle_stop_signals(signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)

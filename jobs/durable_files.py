@@ -46,7 +46,7 @@ def append_whole(path: Path, text: str) -> None:
 
 
 def sync_folder(path: Path) -> None:
-    """Flush a folder, without which a new name in it may be lost."""
+    """Flush a folder, because a new name in it may be lost otherwise."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -37,7 +37,7 @@ class Heartbeat:
 
     @property
     def note(self) -> str:
-        """Remark on a rank that does not work itself, for the table."""
+        """Remark for the table on a rank that is silent or waits for others."""
         if self.silent > NO_HEARTBEAT:
             return " (no heartbeat since)"
         return f" (waits for other ranks{self.call and f' in {self.call}'})" if self.waits else ""
@@ -54,7 +54,7 @@ def find_stalled_ranks(ranks: Sequence[Heartbeat], silence: float) -> tuple[list
         return silent, f"no heartbeat for {longest:.0f} s: stopped, dead, or its host cannot be reached"
     busy = [each for each in ranks if not each.waits]
     if not busy and any(each.silent > NO_HEARTBEAT for each in ranks):
-        return None  # the others wait for that one, which the line above finds in a moment
+        return None  # the others wait for a silent rank, which the check above will find soon
     busy = busy or list(ranks)
     behind = [each for each in busy if each.step == min(other.step for other in busy)]
     late = [each for each in behind if each.seconds > each.limit]

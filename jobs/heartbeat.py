@@ -16,7 +16,7 @@ LONG_PHASES = {"start", "validation", "checkpoint", "end"}  # limited by comm.ti
 
 
 class Activity:
-    """Set by the main thread, read by any. To enter or leave a phase counts as progress."""
+    """Activity of a rank, set by its main thread. The start and the end of a phase count as progress."""
 
     def __init__(self) -> None:
         self.restart()
@@ -74,8 +74,8 @@ class Activity:
 
 
 def device_is_busy() -> bool:
-    """Return True while the GPU has work: a full queue delays the host, and for long only other ranks do."""
-    torch: Any = sys.modules.get("torch")  # imported by whatever gives work to a GPU
+    """Return True while the GPU has work: a full queue delays the host; for long only other ranks do so."""
+    torch: Any = sys.modules.get("torch")  # imported by all code that uses a GPU
     if torch is None or not torch.cuda.is_initialized():
         return False
     try:
@@ -85,7 +85,7 @@ def device_is_busy() -> bool:
 
 
 def is_ours(name: str) -> bool:
-    """Return True for a file of the project, but for this one: its lines are those around a phase."""
+    """Return True for a file of the project except this one, which only surrounds the code of a phase."""
     return name.startswith(ROOT) and "site-packages" not in name and name != __file__
 
 

@@ -1,4 +1,4 @@
-"""metrics.jsonl: one object a line, whole lines only. What a full disk does not take is kept, for later."""
+"""metrics.jsonl: one object per line. Lines that do not fit on a full disk are kept and written later."""
 
 import json
 import logging
@@ -13,7 +13,7 @@ logger = logging.getLogger(__name__)
 
 
 class Journal:
-    """Written by one rank. A full disk does not end a run."""
+    """The records of a run, written by one rank. A full disk does not end the run."""
 
     def __init__(self, path: Path) -> None:
         self.path, self.waiting = path, []
@@ -32,11 +32,11 @@ class Journal:
             return error
 
     def forget_after(self, step: int) -> int:
-        """Drop the records of steps that are done again. Return the last step there was, 0: none."""
+        """Drop the records of later steps, which will be repeated. Return the last recorded step, 0: none."""
         return self._keep(lambda record: record["step"] <= step)
 
     def forget(self, step: int, key: str) -> None:
-        """Drop the record of a step that has a key: another one takes its place."""
+        """Drop the record of a step that has a key: a new one will replace it."""
         self._keep(lambda record: record["step"] != step or key not in record)
 
     def _keep(self, is_kept: Callable[[dict[str, Any]], bool]) -> int:
@@ -47,7 +47,7 @@ class Journal:
             if records:
                 write_durably(self.path, text)
         except OSError as error:
-            logger.warning("%s: %s; records of steps that are done again stay in it", self.path, error)
+            logger.warning("%s: %s; the records of repeated steps could not be removed", self.path, error)
         return max((record["step"] for record in records), default=0)
 
     def close(self) -> None:
@@ -56,7 +56,7 @@ class Journal:
 
 
 def read_records(path: Path) -> list[dict[str, Any]]:
-    """All that can be read; lines that a kill or a full disk has torn are counted and left out."""
+    """Return all complete records; lines that a kill or a full disk has cut are counted and skipped."""
     records, lines = [], path.read_text(errors="replace").splitlines() if path.exists() else []
     for line in lines:
         with suppress(ValueError):
@@ -64,5 +64,5 @@ def read_records(path: Path) -> list[dict[str, Any]]:
             if isinstance(record, dict) and isinstance(record.get("step"), int):
                 records.append(record)
     if torn := len(lines) - len(records):
-        logger.warning("%s: %d torn lines are left out", path, torn)
+        logger.warning("%s: %d incomplete lines are skipped", path, torn)
     return records

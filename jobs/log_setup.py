@@ -28,7 +28,7 @@ class LogHandler(logging.StreamHandler):
 
 
 def start_logging(is_first: bool) -> None:
-    """Log one line a message on rank 0; on other ranks warnings and errors only."""
+    """Log all messages of rank 0, one line each; of other ranks warnings and errors only."""
     logging.basicConfig(handlers=[LogHandler()], format="%(asctime)s  %(message)s", datefmt="%H:%M:%S")
     sys.excepthook = print_without_secrets
     logging.getLogger().setLevel(logging.INFO if is_first else logging.WARNING)

@@ -35,7 +35,7 @@ from jobs.heartbeat import activity
 WALL_TIME = 1000  # in the place of a signal's number
 RANKS = 2**32  # a reason and a rank in one number: reason x RANKS + rank
 LARGEST_MARGIN_SECONDS = 60.0  # between the end of the save and the end of the time
-RECENT_STEPS = 100  # whose longest time stands for the next ones
+RECENT_STEPS = 100  # the longest of them is the estimate for the next steps
 
 
 def started_at() -> float:
@@ -52,13 +52,13 @@ def step_clock() -> float:
 
 
 class Agreement:
-    """Context around the loop, which asks it at each step boundary, on all ranks together."""
+    """Context around the loop, which calls `decide` at each step boundary, on all ranks together."""
 
     def __init__(self, max_wall_time: str, group: dist.ProcessGroup, watchdog: Any) -> None:
         """Handle signals from now on. Outside the loop they end the run through `watchdog.end`.
 
-        max_wall_time: "hours:minutes:seconds" from ROSSBY_STARTED on; group: of all ranks, its own: two
-        exchanges at a time in one group of gloo would be taken for each other.
+        max_wall_time: "hours:minutes:seconds" from ROSSBY_STARTED on; group: all ranks, for this object alone
+        because gloo would mix up two simultaneous exchanges in one group.
         """
         self.rank, self.is_single, self.group = dist.get_rank(), dist.get_world_size() == 1, group
         self.limit_text, self.limit = max_wall_time, wall_time_seconds(max_wall_time)
@@ -114,10 +114,10 @@ class Agreement:
         return (f"{self.stop}: {self.ending[0]}", EXIT_SAVED) if self.stop else ("done", 0)
 
     def decide(self, seconds: float = 0.0) -> str:
-        """Return why all ranks save and end after this step, as any of them requested after the step before;
-        empty: they go on.
+        """Return why all ranks save and end after this step, if one of them requested it after the previous
+        step; "" to continue.
 
-        seconds: that saves and validations take until the step boundary after the next.
+        seconds: duration of saves and validations until the step boundary after the next.
         """
         started, self.boundary = self.boundary, step_clock()
         self.num_steps += 1
@@ -125,7 +125,7 @@ class Agreement:
             self.recent.clear()  # the first step compiles
         self.recent.append(self.boundary - started)
         if self.exchange:
-            self.exchange.wait()  # raises where another rank is gone
+            self.exchange.wait()  # raises if another rank has ended
             self.exchange = None
         own = self._requested(seconds)
         if self.is_single:

@@ -1,6 +1,6 @@
-"""What each rank has counted so far, in files of a folder, so that a long count that is killed continues.
+"""Partial results of each rank in files of a folder, from which a long computation continues after a kill.
 
-Each attempt has files of its own with what it has counted itself: 1.0.npz and 1.1.npz of its two
+Each attempt writes only its own results, to its own files: 1.0.npz and 1.1.npz of the first attempt with two
 ranks, then 2.0.npz.
 """
 
@@ -18,14 +18,14 @@ from jobs.durable_files import replacing
 
 logger = logging.getLogger("rossby")
 SAVE_SECONDS = 60.0  # between two files
-MOST_TIME = 0.05  # of the count, for files
+MOST_TIME = 0.05  # largest fraction of the time that is spent on files
 
 
 class SavedParts:
-    """The files of one count. Rank 0 calls `read` first and gives the other ranks its `attempt`."""
+    """Files of one computation. Rank 0 calls `read` first and sends its `attempt` to the other ranks."""
 
     def __init__(self, folder: Path, rank: int) -> None:
-        """folder: of this count alone, in one of all such counts."""
+        """folder: of this computation alone, inside the folder of all of them."""
         self.folder, self.rank, self.attempt = folder, rank, 1
         self.saved_at, self.interval = time.monotonic(), SAVE_SECONDS
 
@@ -45,12 +45,12 @@ class SavedParts:
             with replacing(path) as partial:
                 np.savez(partial, **arrays_so_far())
         except OSError as error:
-            logger.warning(f"{path}: not written ({error}): a kill now costs what is counted so far")
+            logger.warning(f"{path}: not written ({error}): a kill now loses the results so far")
         self.saved_at = time.monotonic()
         self.interval = max(SAVE_SECONDS, (self.saved_at - started) / MOST_TIME)
 
     def remove(self) -> None:
-        """Remove the files, also those of counts that were never completed."""
+        """Remove the files, also those of computations that were never completed."""
         shutil.rmtree(self.folder.parent, ignore_errors=True)
 
 

@@ -29,7 +29,7 @@ from errors import (
 )
 
 if __name__ == "__main__":
-    end_at_signals()  # while torch takes its seconds
+    end_at_signals()  # during the import of torch, which takes seconds
 
 from torch.distributed import DistError, TCPStore  # type: ignore[reportPrivateImportUsage]
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -39,7 +39,7 @@ from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCP
 from torch.distributed.run import parse_args, run
 
 BACKEND = "rossby"
-JOIN_SECONDS = 900  # that the nodes of a job wait for each other
+JOIN_SECONDS = 900  # longest time that the nodes of a job wait for each other
 
 
 class Node(StaticTCPRendezvous):
@@ -89,7 +89,7 @@ def forward_signal(number: int, *_: object) -> None:
 
 
 def run_ranks(argv: list[str]) -> int:
-    """Return the exit code of the ranks of this node. RunFailed: the nodes did not meet."""
+    """Run the ranks of this node and return their exit code. Raises RunFailed if the nodes do not meet."""
     args = parse_args(["--rdzv-endpoint=127.0.0.1:0", "--signals-to-handle=SIGQUIT", *argv])
     args.rdzv_backend, args.rdzv_conf = BACKEND, f"rank={args.node_rank}"
     try:
@@ -97,13 +97,13 @@ def run_ranks(argv: list[str]) -> int:
     except ChildFailedError as error:
         rank, first = error.get_first_failure()
         codes = {failure.exitcode for failure in error.failures.values()}
-        if Node.stopping:  # the signal came while they started, some before they handle it
+        if Node.stopping:  # the signal came during the start, when some ranks did not handle it yet
             codes |= {EXIT_SAVED for code in codes if -code in STOP_SIGNALS}
         if known := [code for code in (BAD_INPUT, INTERRUPTED, EXIT_SAVED) if code in codes]:
             return known[0]
         if first.exitcode < 0:
             reason = f"rank {rank} (pid {first.pid}) was killed by {first.signal_name()}"
-            # A line of details where a rank has reported already that this one is gone.
+            # Only a detail if a rank has already reported that this one has ended.
             reported = any(Path(args.log_dir).glob(f"*/attempt_{Node.attempt}/reported"))
             print(f"  {reason}", file=sys.stderr) if reported else print_message(reason)
         return FAILED

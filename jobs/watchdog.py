@@ -1,9 +1,9 @@
-"""Finds a rank that died, stalls or left, in bounded time, and ends all ranks with a message that names it.
+"""Watchdog: find a rank that has died, stalled or left, in bounded time, and end all ranks with its name.
 
-Once a second every rank writes its heartbeat to the job's store. Rank 0 judges all; every rank that reads a
+Once a second every rank writes its heartbeat to the job's store. Rank 0 checks all; every rank that reads a
 shutdown reason there ends. The watchdog alone decides how long a rank may take: `comm.timeout_seconds` before
 the end of the first step and in long phases, `comm.train_timeout_seconds` in all others. Process groups wait
-a little longer than the longest of these, so that it reports first: it knows which rank stalls.
+a little longer than the longest of these, so that the watchdog, which knows the stalled rank, reports first.
 """
 
 import json
@@ -45,9 +45,9 @@ from jobs.hang_report import (
 from jobs.heartbeat import activity
 
 INTERVAL = 1.0  # seconds between heartbeats
-STORE_SECONDS = 5.0  # that a call of the store may take: it blocks when a link is cut
-AFTER_LOSS_SECONDS = 4.0  # without a heartbeat, when a connection breaks, mean that this rank broke it
-EXPLAIN_SECONDS = 15.0  # that a rank with a broken connection waits for the reason
+STORE_SECONDS = 5.0  # limit for a call of the store, which blocks when a link is cut
+AFTER_LOSS_SECONDS = 4.0  # silence after which a rank counts as the cause of a broken connection
+EXPLAIN_SECONDS = 15.0  # time that a rank with a broken connection waits for the reason
 NO_REASON = "-"
 # Words of torch's backends when the other end of a connection is gone, or takes too long.
 LOST = ("gloo", "connection", "nccl", "timed out", "process group", "store")
@@ -60,7 +60,7 @@ def is_lost_connection(error: BaseException) -> bool:
 
 
 class Watchdog:
-    """Watches this rank and the others from threads of its own, as a context, or until `stop`."""
+    """Threads that watch this rank and the others, inside the context or until `stop`."""
 
     def __init__(self, folder: Path, comm: Comm) -> None:
         """folder: the run's; stacks go to hang/ in it."""
@@ -159,7 +159,7 @@ class Watchdog:
             self.stopped.wait(INTERVAL)
 
     def _exchange(self) -> None:
-        """Write this rank's heartbeat. Rank 0 judges all; the others do where it has no heartbeat."""
+        """Write this rank's heartbeat. Rank 0 checks all; the others do so if rank 0 is silent."""
         if self.store is None:
             address = (os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
             socket.create_connection(address, timeout=STORE_SECONDS).close()  # torch would print C++ frames
@@ -208,7 +208,7 @@ class Watchdog:
     # -- the end
 
     def end(self, message: str, code: int = FAILED) -> NoReturn:
-        """End this rank, and the others with it. Of the ranks that have a message the first one reports it.
+        """End this rank and all others. If several ranks have a message, only the first is reported.
 
         Where a thread of the watchdog calls it, the main thread may hang: its stack is written.
         """
@@ -232,7 +232,7 @@ class Watchdog:
 
     def _is_first(self, code: int) -> bool:
         """Return True where this rank sets the shutdown reason; without a store, on one rank of each host."""
-        # The call leaves a mark, after which the launcher adds details and no line of its own.
+        # The call creates a marker file, so that the launcher prints only details.
         is_first_of_host, reason = is_reporting_rank(), f"{code} {self.rank}"
         # Without its host a store may never answer.
         if self.store is None or time.monotonic() - self.contact > STORE_SECONDS:
@@ -244,9 +244,9 @@ class Watchdog:
             return is_first_of_host
 
     def end_with(self, error: Exception) -> None:
-        """End this rank with an exception of the main thread, and the others with it. Alone, it returns.
+        """End this rank and all others with an exception of the main thread. A single rank returns.
 
-        A broken connection is another rank's doing, which the shutdown reason names.
+        A broken connection is caused by another rank, which the shutdown reason names.
         """
         text = one_line(error)
         message = text or f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"

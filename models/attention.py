@@ -23,8 +23,8 @@ FLASH4 = "4.0.0b18"  # the last version that torch 2.11 to 2.13 know how to call
 def attention(q: Tensor, k: Tensor, v: Tensor, backend: str = "sdpa") -> Tensor:
     """softmax(q k^T / sqrt(E)) v; q (B, N, T, E), k and v (B, N, S, E) -> (B, N, T, E).
 
-    `sdpa` lets torch choose, and so does `auto` before `use_backend`; `cudnn` and `flash` pin one of torch's
-    kernels; `flash3` and `flash4` are the latter after `activate`; `flash_attn` is the package; `math` is two
+    `sdpa`, and `auto` before `use_backend`: torch chooses; `cudnn` and `flash`: one of torch's kernels;
+    `flash3` and `flash4`: torch's flash kernel after `activate`; `flash_attn`: the package; `math`: two
     matmuls and a softmax.
     """
     if backend in ("sdpa", "auto"):
@@ -41,7 +41,7 @@ def attention(q: Tensor, k: Tensor, v: Tensor, backend: str = "sdpa") -> Tensor:
 
 
 def activate(backend: str) -> None:
-    """Make torch's flash kernel FlashAttention-3 or -4, or its own again, for the whole process."""
+    """Replace torch's flash kernel by FlashAttention-3 or -4, or restore it, for the whole process."""
     implementation, _ = IMPLEMENTATIONS.get(backend, (None, ""))
     if implementation == torch.nn.attention.current_flash_attention_impl():
         return
@@ -59,7 +59,7 @@ def use_backend(model: nn.Module, backend: str) -> None:
             module.backend = backend
 
 
-# Generations of GPUs (8: Ampere, 9: Hopper; 0: CPU), types, most tokens, kernel: the first that fits counts.
+# GPU generations (8: Ampere, 9: Hopper; 0: CPU), dtypes, most tokens, kernel: the first match is used.
 HALF = (torch.bfloat16, torch.float16)
 CHOICES: tuple[tuple[range, tuple[torch.dtype, ...], float, str], ...] = (
     # On an EPYC 0.17 of torch's kernel's time at 128 tokens, 0.43 at 1,024, 1.25 at 2,048; in float16 1.6.
@@ -70,7 +70,7 @@ CHOICES: tuple[tuple[range, tuple[torch.dtype, ...], float, str], ...] = (
     (range(9, 10), HALF, math.inf, "flash3"),  # has kernels for Hopper alone
     (range(9, 99), HALF, math.inf, "cudnn"),
     (range(8, 9), HALF, math.inf, "flash"),  # cuDNN has no kernel of its own for Ampere
-)  # all else: torch's choice
+)  # otherwise torch chooses
 
 
 def preferred_backend(device: torch.device, dtype: torch.dtype, num_tokens: int, head_dim: int) -> str:
@@ -147,7 +147,7 @@ class WindowedKernel(nn.Module):
         padded = q.shape[2] - self.num_tokens
         return F.pad(out, (0, 0, 0, padded)) if padded else out
 
-    # Both keep the heads of a token together in memory, as models/vit.py has them before and after.
+    # Both keep the heads of a token adjacent in memory, like models/vit.py.
 
     def _to_windows(self, x: Tensor) -> Tensor:
         """(B, N, T, E) -> (B', N, R S, E), B' = B h/R w/S."""

@@ -1,7 +1,7 @@
-"""Conservation: a shift of the output after which a step does not change the global means of quantities.
+"""Conservation: a shift of the output, after which a step does not change the global means of quantities.
 
-The output of a model is the change over a step. The shift is equal in all cells, and is one of the variable
-that each quantity names first: the smallest correction that changes only these variables.
+The output of a model is the change over a step. The shift is equal in all cells, and applies to the first
+variable of each quantity: the smallest correction that changes only these variables.
 
 Shapes: B batch, Q quantities, V variables, n variables that the quantities consist of, H latitudes.
 """
@@ -25,7 +25,7 @@ def correction(coefficients: np.ndarray, corrected: Sequence[int]) -> np.ndarray
 
 
 class ConservationProjection(nn.Module):
-    """Outputs (B, V, H, W) -> the same shape, float32, with global means of all quantities equal to 0."""
+    """Projection of outputs (B, V, H, W) -> the same shape, float32, with global means of 0."""
 
     area: Tensor
     correction: Tensor
@@ -39,7 +39,7 @@ class ConservationProjection(nn.Module):
         self.register_buffer("correction", torch.from_numpy(correction), persistent=False)
 
     def forward(self, output: Tensor) -> Tensor:
-        """Means are float64: each step of a forecast would add the error of a mean."""
+        """Project outputs. Means are float64, because their errors add up over the steps of a forecast."""
         means = [output[:, i].mean(dim=-1, dtype=torch.float64) @ self.area for i in self.used]
         shift = (torch.stack(means, dim=1) @ self.correction.T).float()  # (B, n)
         result = output.float().clone()

@@ -45,7 +45,7 @@ def crop_grid(x: Tensor, grid_shape: tuple[int, int]) -> Tensor:
 
 
 def patchify(x: Tensor, patch_size: tuple[int, int]) -> Tensor:
-    """x (B, C, H, W) -> (B, T, C P Q); tokens run along a latitude first."""
+    """x (B, C, H, W) -> (B, T, C P Q); tokens are ordered by row, then by column."""
     b, c, height, width = x.shape
     p, q = patch_size
     x = x.view(b, c, height // p, p, width // q, q)  # (B, C, h, P, w, Q)
@@ -61,7 +61,7 @@ def unpatchify(x: Tensor, shape: tuple[int, int], patch_size: tuple[int, int]) -
 
 
 class Position(nn.Module):
-    """tokens (B, t, D) plus a learned vector a token. `first_token`: offset of a chunk of all tokens."""
+    """Learned vector per token, added to tokens (B, t, D). `first_token`: offset of a chunk of all tokens."""
 
     first_token = 0
 
@@ -76,7 +76,7 @@ class Position(nn.Module):
             return tokens + self.embedding.to(tokens.dtype)
         part = self.embedding[min(self.first_token, total - 1) : self.first_token + count]
         missing = count - part.shape[0]
-        if missing > 0:  # padded tokens at the end: any vector will do
+        if missing > 0:  # padded tokens at the end: their vectors have no effect
             part = torch.cat([part, part[-1:].expand(missing, -1)])
         return tokens + part.to(tokens.dtype)
 
@@ -85,12 +85,12 @@ class Rotary(nn.Module):
     """Rotation of queries and keys (B, N, t, E) by row (half of E) and column (the other half).
 
     Their products then depend on the differences of both alone (Su et al. 2021; axial as in Heo et al. 2024).
-    Wave numbers in longitude are integers on a global grid, so that 360 degrees meet 0 without a seam. In
-    latitude, and in longitude of a regional grid, angles per token fall from 1 to nearly 1 / BASE.
+    Wave numbers in longitude are integers on a global grid, so that angles at 360 and 0 degrees are equal. In
+    latitude, and in longitude of a regional grid, angles per token decrease from 1 to nearly 1 / BASE.
     `first_token` is the offset of a chunk of all tokens.
     """
 
-    BASE = 100.0  # of Heo et al.: a hundred tokens are few rows of a grid
+    BASE = 100.0  # as in Heo et al., smaller than the 10,000 of text: a grid has few rows of tokens
     first_token = 0
 
     def __init__(self, token_shape: tuple[int, int], head_dim: int, periodic: bool) -> None:

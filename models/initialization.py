@@ -29,7 +29,7 @@ def init_weights(
     """Initialize every parameter from (seed, its name): equal on every layout, in any order of construction.
 
     `name_of` removes the prefixes of wrappers from a name; `assign(parameter, value)` copies the full value
-    into a parameter, or a part of it into a sharded one. As many parameters at a time as torch has threads.
+    into a parameter, or a part of it into a sharded one. Uses as many threads as torch has.
     """
 
     def initialize(wrapped: str, parameter: nn.Parameter) -> None:
@@ -46,8 +46,8 @@ def init_weights(
 def initial_value(name: str, shape: torch.Size, std: float | None, seed: int) -> Tensor:
     """Return the float32 value of one parameter, on the CPU: normal, cut at two standard deviations.
 
-    By the inverse of the distribution, as torch 2.11's `trunc_normal_`: that of 2.13 draws a whole tensor
-    again until the last number is inside, which takes ten times as long.
+    Uses the inverse of the distribution, like `trunc_normal_` of torch 2.11. That of torch 2.13 redraws the
+    whole tensor until all numbers are inside, which takes ten times as long.
     """
     if std is None:
         return torch.zeros(shape) if name.endswith("bias") else torch.ones(shape)

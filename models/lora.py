@@ -1,4 +1,4 @@
-"""Low-rank adapters (LoRA): the matrices of a ViT's blocks are frozen, two thin ones for each are trained.
+"""Low-rank adapters (LoRA): the matrices of a ViT's blocks are frozen; two thin ones for each are trained.
 
 Hu et al. 2021 (arXiv:2106.09685): W x becomes W x + (alpha / rank) B (A x), with A (rank, in) random and
 B (out, rank) zero, so that the first step is the base model's. W keeps its name, so that checkpoints of the
@@ -18,7 +18,7 @@ class AdaptedLinear(nn.Linear):
     """x (B, T, in) -> (B, T, out): a frozen matrix with its frozen bias, and its trained adapter."""
 
     def __init__(self, plain: nn.Linear, rank: int, alpha: float) -> None:
-        """On the device of `plain`, the meta device: weights come later."""
+        """Create the adapter on the device of `plain`, the meta device; weights are initialized later."""
         device, bias = plain.weight.device, plain.bias is not None
         super().__init__(plain.in_features, plain.out_features, bias, device, torch.float32)
         self.lora_a = nn.Parameter(torch.empty(rank, plain.in_features, device=device))
@@ -56,7 +56,7 @@ def is_trained(name: str, also_train: tuple[str, ...]) -> bool:
 
 
 def trained(parameters: dict[str, nn.Parameter]) -> dict[str, nn.Parameter]:
-    """Return the parameters with gradients and moments: frozen ones have neither."""
+    """Return the parameters that are trained; frozen ones have no gradients and no moments."""
     return {name: parameter for name, parameter in parameters.items() if parameter.requires_grad}
 
 

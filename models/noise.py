@@ -1,7 +1,7 @@
-"""Gaussian noise as input channels, by which the members of an ensemble differ.
+"""Gaussian noise as input channels: the difference between the members of an ensemble.
 
-Noise is a hash of int64 keys on the device: a generator would be seeded by the host, which would wait for the
-device, and draws other numbers on a GPU than on a CPU.
+Noise is a hash of int64 keys on the device. A generator would have to be seeded by the host, which would wait
+for the device, and would draw different numbers on a GPU and on a CPU.
 
 Shapes: B states, M members of an ensemble, N channels, H latitudes, W longitudes, h x w blocks of the grid.
 """
@@ -33,14 +33,14 @@ def hashed(keys: Tensor, number: Tensor | int) -> Tensor:
 
 
 def _shift_right(bits: Tensor, places: int) -> Tensor:
-    """Shift in zeros from the left: `>>` of int64 repeats the sign."""
+    """Shift right and fill with zeros: `>>` of int64 would fill with the sign bit."""
     return (bits >> places) & (2 ** (64 - places) - 1)
 
 
 def noise_keys(seed: int, step: int, times: Tensor, members: Tensor) -> Tensor:
     """Return keys (B,) of forecasts from dates `times` (B,), seconds since 1970, of `members` (B,) from 0 on.
 
-    step: of the training, from 1 on, so that each has other noise; 0 for forecasts.
+    step: number of the training step, from 1 on, so that each step has different noise; 0 for forecasts.
     """
     return hashed(hashed(hashed(torch.full_like(times, seed), step), times), members)
 
@@ -80,7 +80,7 @@ class BlockNoise(nn.Module):
     def draw(self, keys: Tensor) -> Tensor:
         """keys (B,) -> (B, N, H, W)."""
         values = normal_numbers(keys, math.prod(self.shape)).unflatten(1, self.shape)  # (B, N, h, w)
-        # By indices, not by products with matrices: these would round as TF32 on a GPU.
+        # Indexing, not matrix products, which would round to TF32 on a GPU.
         (first, second), weights = self.rows, self.weight_of_rows[..., None]
         values = values[..., first, :] * weights[0] + values[..., second, :] * weights[1]  # (B, N, H, w)
         (first, second), weights = self.columns, self.weight_of_columns

@@ -1,4 +1,4 @@
-"""The models there are, what each of them can do, and the checks of their settings.
+"""Registry of models: the abilities of each, and the checks of their settings.
 
 No torch is imported here: a configuration is checked before anything starts. A new model is a file in models/
 and an entry of MODELS: docs/models.md, "Adding a model".
@@ -25,8 +25,8 @@ class Registered:
 
     splits: ways to shard a sample or the model: "tp", "pp", "tiles", or methods of context parallelism. All
     models have data parallelism, checkpointing of whole blocks and compile.
-    unused: keys of [model] that the architecture does not read; all others are part of a checkpoint's
-    identity, HARMLESS ones excepted.
+    unused: keys of [model] that the architecture does not read; all others, except those in HARMLESS, are
+    part of a checkpoint's identity.
     """
 
     label: str  # its name in messages
@@ -54,8 +54,8 @@ MODELS = {
 
 
 def registered(name: str) -> Registered:
-    """Return what is known of a model: an entry of MODELS, or a function "package.module:build" with the
-    arguments of those in models/, which may have attributes `splits` and `has_tokens` (default: none, False).
+    """Return the registered entry of a model, or one for a function "package.module:build", which has the
+    arguments of those in models/ and may have attributes `splits` and `has_tokens` (default: none, False).
 
     Raises ConfigError if there is no such model.
     """
@@ -77,8 +77,8 @@ def build_model(
 ) -> "WeatherModel":
     """Return a model on the meta device: a rank allocates only its own part of it.
 
-    Its input is the state of `num_variables` channels and `num_more` others (older states, forcings, noise),
-    on `grid_shape` latitudes and longitudes. Raises ConfigError if the grid does not suit the model.
+    Its input has `num_variables` channels of the state and `num_more` others (older states, forcings, noise)
+    on `grid_shape` latitudes and longitudes. Raises ConfigError if the model does not support the grid.
     """
     import torch
 
@@ -96,7 +96,7 @@ def build_model(
 
 
 def check_model(config: Config) -> None:
-    """Raise ConfigError for settings of the model that cannot work, or parallelism that it cannot have."""
+    """Raise ConfigError for invalid settings of the model, or parallelism that it does not support."""
     known = registered(config.model.name)
     _check_splits(config.parallelism, known)
     if known.has_tokens:
@@ -107,7 +107,7 @@ def check_model(config: Config) -> None:
             and config.parallelism.context_parallel_degree > 1
             and method != CONTEXT[0]
         ):
-            reason = "has other tokens than those of a window on a rank, and model.attention_windows is set"
+            reason = "does not keep the tokens of a window on one rank, and model.attention_windows is set"
             refuse("parallelism.context_parallel_method", method, f'{reason}; use "{CONTEXT[0]}"')
     else:
         _check_grid_model(config, known)
@@ -168,5 +168,5 @@ def _check_lora(config: Config) -> None:
     if lora.rank >= model.dim:
         refuse("lora.rank", lora.rank, f"must be smaller than model.dim = {model.dim}")
     if "position" in lora.also_train and model.position != "learned":
-        reason = "this model has no position that could train; take it out"
+        reason = "this model has no learned positions; remove it from the list"
         refuse("lora.also_train", list(lora.also_train), reason)

@@ -31,7 +31,7 @@ class GridPadding(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         if self.before == self.after == 0:
             return x
-        # Columns first: rows are then padded at their full width, corners included.
+        # Columns first, so that rows are padded at their full width, including the corners.
         west, east = self.beyond_longitudes(x)
         x = torch.cat([west, x, east], dim=3)  # (B, D, h, w + before + after)
         north, south = self.beyond_latitudes(x)
@@ -77,9 +77,9 @@ class GridConv2d(nn.Conv2d):
 class ChannelNorm(LayerNorm):
     """x (B, D, h, w) -> the same shape, normalised over the channels of each cell.
 
-    Not GroupNorm: its mean over the grid would need two all-reduced sums at every norm on a split grid, would
-    count padded rows and, on a longitude-latitude grid, poles far beyond their area. ConvNeXt (Liu et al.
-    2022, table 2) measured no loss. It removes the amplitude of a cell: norms are on branches only.
+    Not GroupNorm: its mean over the grid would need two all-reduced sums per norm on a sharded grid, would
+    include padded rows, and would give the poles far more weight than their area. ConvNeXt (Liu et al. 2022,
+    table 2) measured no loss. The norm removes the amplitude of a cell, so it is used on branches only.
     """
 
     def forward(self, x: Tensor) -> Tensor:
@@ -89,8 +89,8 @@ class ChannelNorm(LayerNorm):
 class ConvBlock(nn.Module):
     """x (B, D, h, w) -> (B, D', h, w): two 3 x 3 convolutions, norm and GELU before each, plus a shortcut.
 
-    The shortcut passes on amplitudes, which a norm per cell removes: without it no layer could distinguish a
-    storm from the same pattern at half its strength.
+    The shortcut preserves amplitudes, which a norm per cell removes: without it no layer could distinguish a
+    storm from the same pattern at half the strength.
     """
 
     def __init__(self, inputs: int, outputs: int, periodic: bool) -> None:
@@ -138,12 +138,12 @@ class UNet(GridModel):
             blocks[f"decoder{level}"] = ConvBlock(3 * widths[level], widths[level], periodic)
         self.blocks = nn.ModuleDict(blocks)
         self.kinds_of_blocks = len(blocks)  # each level has other shapes
-        # 2 x 2 with stride 2: a coarse cell reads its own four, symmetric in latitude, and no neighbour's.
+        # 2 x 2 with stride 2: a coarse cell reads its own four cells, symmetric in latitude, and no others.
         self.down = nn.ModuleDict(
             {str(level): GridConv2d(d, 2 * d, 2, 2, periodic) for level, d in enumerate(widths[:-1])}
         )
         self.head = GridConv2d(width, out_channels, 1, 1, periodic)
-        # By name and from the start: shapes of wrapped and sharded modules differ.
+        # Computed by name before modules are wrapped and sharded, which changes their shapes.
         self._fan_in = {f"{name}.weight": conv.fan_in for name, conv in named_convolutions(self)}
 
     def from_fields(self, fields: Tensor, with_zeros: bool = False) -> Tensor:
@@ -171,10 +171,10 @@ class UNet(GridModel):
         return self.head(x)  # (B, V, h, w)
 
     def initial_std(self, name: str) -> float | None:
-        """Standard deviation a parameter starts with; None: norms start as the identity, biases at 0.
+        """Initial standard deviation of a parameter; None: norms start as the identity, biases at 0.
 
-        Convolutions preserve the size of their input. The head starts small, as in models/vit.py: the first
-        forecast is near persistence, or near the mean.
+        Convolutions preserve the variance of their input. The head starts small, as in models/vit.py, so that
+        the first forecast is near persistence, or near the mean.
         """
         if name.endswith("bias") or "norm" in name:
             return None

@@ -22,14 +22,14 @@ from models.embeddings import (
 )
 from models.weather_model import TokenModel, run_blocks
 
-NORM_EPS = 1e-6  # one value everywhere: two layouts with two epsilons are two models
+NORM_EPS = 1e-6  # one constant, because layouts with different values would be different models
 
 
 class LayerNorm(nn.LayerNorm):
     """x (..., D) -> the same shape and precision, normalised over D.
 
-    Autocast would save a float32 copy of its input, and return float32, which is cast again for the next
-    matmul and sent at twice its size. The kernel sums in float32 in any case.
+    Under autocast nn.LayerNorm would save a float32 copy of its input and return float32, which is cast for
+    the next matmul and is twice as large to send. The kernel sums in float32 in any case.
     """
 
     def forward(self, x: Tensor) -> Tensor:
@@ -51,7 +51,7 @@ class Attention(nn.Module):
         self.q_norm = LayerNorm(self.head_dim, eps=NORM_EPS) if model.qk_norm else nn.Identity()
         self.k_norm = LayerNorm(self.head_dim, eps=NORM_EPS) if model.qk_norm else nn.Identity()
         self.rotary: Rotary | None = None
-        self.kernel: nn.Module = Kernel(model.attention_backend)  # or what a layout or windows put around it
+        self.kernel: nn.Module = Kernel(model.attention_backend)  # layouts and windows wrap or replace it
         self.projection = nn.Linear(dim, dim)
 
     def forward(self, tokens: Tensor) -> Tensor:
@@ -165,11 +165,11 @@ class VisionTransformer(TokenModel):
         return crop_grid(unpatchify(patches, self.padded_shape, self.patch_size), self.grid_shape)
 
     def initial_std(self, name: str) -> float | None:
-        """Standard deviation a parameter starts with; None: norms start as the identity, biases at 0."""
+        """Initial standard deviation of a parameter; None: norms start as the identity, biases at 0."""
         if name.endswith("bias") or "norm" in name:
             return None
         if name.endswith(("attention.projection.weight", "mlp.down.weight")):
-            return 0.02 / (2 * len(self.blocks)) ** 0.5  # GPT-2: the residual stream keeps its size
+            return 0.02 / (2 * len(self.blocks)) ** 0.5  # GPT-2: preserves the size of the residual stream
         return 0.02
 
     def flops(self) -> int:

@@ -15,11 +15,11 @@ class WeatherModel(nn.Module):
     grid_shape: tuple[int, int]  # (H, W)
     in_channels: int
     blocks: nn.ModuleDict  # in order of execution: the units of compile, recomputation and sharding
-    kinds_of_blocks = 1  # that need a compilation each
-    variable_dim = 1  # of the output, by which variables are told apart
+    kinds_of_blocks = 1  # number of different blocks, each of which is compiled once
+    variable_dim = 1  # dim of the output that has the variables
 
     def from_fields(self, fields: Tensor, with_zeros: bool = False) -> Tensor:
-        """fields (B, C, H, W) -> the input of `forward`; with_zeros: pad with zeros, which weigh nothing."""
+        """fields (B, C, H, W) -> the input of `forward`; with_zeros: pad with zeros, for weights."""
         raise NotImplementedError
 
     def to_fields(self, output: Tensor) -> Tensor:
@@ -27,7 +27,7 @@ class WeatherModel(nn.Module):
         raise NotImplementedError
 
     def initial_std(self, name: str) -> float | None:
-        """Standard deviation a parameter starts with; None: norms start as the identity, biases at 0."""
+        """Initial standard deviation of a parameter; None: norms start as the identity, biases at 0."""
         raise NotImplementedError
 
     def flops(self) -> int:
@@ -61,7 +61,7 @@ class TokenModel(WeatherModel):
 
 
 class GridModel(WeatherModel):
-    """A model of the grid itself (B, C, H', W') or of a tile of it, a multiple of `multiple` along each side.
+    """A model of the grid itself (B, C, H', W') or a tile of it, with sides that are multiples of `multiple`.
 
     Its convolutions are those of models/unet.py, which fetch what surrounds a tile.
     """
@@ -73,7 +73,7 @@ class GridModel(WeatherModel):
 def run_blocks(blocks: Sequence[nn.Module], tokens: Tensor, every_n: int = 0) -> Tensor:
     """Run blocks in order on tokens (B, T, D).
 
-    every_n: recompute so many blocks as one in the backward pass; 0: none.
+    every_n: number of blocks that the backward pass recomputes together; 0: no recomputation.
     """
     if not every_n:
         for block in blocks:

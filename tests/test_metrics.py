@@ -93,7 +93,7 @@ def test_torn_lines_are_left_out_and_said(tmp_path, caplog):
     """As a full disk and a kill leave them: in the middle, at the end, without an end of line."""
     path = tmp_path / "metrics.jsonl"
     path.write_text('{"step": 1, "loss": 2.0}\n{"step": 2, "lo\n[1]\n{"step": 3, "loss": 1.0}\n{"step": 4')
-    assert [record["step"] for record in read_records(path)] == [1, 3] and "3 torn lines" in caplog.text
+    assert [record["step"] for record in read_records(path)] == [1, 3] and "3 incomplete lines" in caplog.text
     Journal(path).forget_after(2)
     assert path.read_text() == '{"step": 1, "loss": 2.0}\n'
 
