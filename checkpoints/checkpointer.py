@@ -1,4 +1,4 @@
-"""The checkpoints of one run: saved by torch.distributed.checkpoint (DCP), found, checked and loaded.
+"""Checkpoints of one run: save with torch.distributed.checkpoint (DCP), find, check and load.
 
 A save copies this rank's tensors into host memory that later saves reuse, and writes them in the background
 (checkpoints/writer.py). At most one is in flight: the next save waits for it.
@@ -64,7 +64,7 @@ class Checkpointer:
         self.folder, self.mode, self.keep = folder.absolute(), settings.async_mode, settings.keep_latest_k
         self.config_toml = config_toml
         self.about = {**about, "ranks": dist.get_world_size(), "versions": {"torch": torch.__version__}}
-        self.group = cpu_group()  # its own: a thread that saves must not meet the collectives of training
+        self.group = cpu_group()  # its own, so that a saving thread does not mix with training's collectives
         self.process = CheckpointProcess() if self.mode == "async_with_pinned_mem" else None
         self.stager: DefaultStager | None = None
         self.in_flight: tuple[int, Future] | None = None
@@ -98,9 +98,9 @@ class Checkpointer:
         self.in_flight = (step, future)
 
     def _start(self, tensors: dict[str, Tensor], writer: CheckpointWriter) -> Future:
-        """Start writing; the future has the error where that fails."""
-        # Plans are cached: ranks exchange them again only when a shape has changed. Before 2.13 all saves
-        # fail after a first one that failed, for want of a plan that was never finished.
+        """Start writing; if that fails, the future has the error."""
+        # Plans are cached: ranks exchange them again only when a shape has changed. Before torch 2.13, if the
+        # first save fails, all later ones fail too, because the plan was never completed.
         caching = torch.__version__ >= "2.13"
         planner = DefaultSavePlanner(flatten_state_dict=False, enable_plan_caching=caching)
         options = {"storage_writer": writer, "planner": planner, "process_group": self.group}
@@ -122,7 +122,7 @@ class Checkpointer:
         return cast(Future, response.upload_completion)
 
     def _prepare(self, tensors: list[Tensor]) -> None:
-        """Make what keeps the copies, at the first save, and a new process where one was killed."""
+        """Allocate memory for copies at the first save, and replace a checkpoint process that was killed."""
         size = sum(tensor.nbytes for tensor in tensors)
         if self.process and not self.stager and (problem := first_problem(lack_of_shared_memory(size))):
             if dist.get_rank() == 0:
@@ -137,7 +137,7 @@ class Checkpointer:
         shared = self.process is not None
         if not self.stager:
             self.stager = DefaultStager(StagingOptions(on_gpu, shared, shared, on_gpu))
-            # torch 2.11 and 2.12 call it after every copy, and then cannot copy again.
+            # torch 2.11 and 2.12 close it after every copy, and then cannot copy again.
             self.stager._state_dict_stager.close = lambda: None
 
     def wait_for_staging(self) -> None:
@@ -147,7 +147,7 @@ class Checkpointer:
             self.staging = None
 
     def poll(self) -> None:
-        """Log how the save in flight has ended, if it has on all ranks."""
+        """Log the result of the current save if it has ended on all ranks."""
         if self.in_flight and all_agree(self.in_flight[1].done()):
             self.wait()
 
@@ -169,7 +169,7 @@ class Checkpointer:
             logger.warning(f"the checkpoint of step {step} {self._failure()}; training goes on")
 
     def _prune(self) -> None:
-        """Remove older checkpoints where the save could not; a failure is tried again after the next save."""
+        """Remove older checkpoints that the save could not remove; if it fails, retry after the next save."""
         try:
             if dist.get_rank() == 0:
                 prune(self.folder, self.keep)
@@ -177,7 +177,7 @@ class Checkpointer:
             logger.warning(f"older checkpoints are not removed, until after the next save: {error}")
 
     def _failure(self) -> str:
-        """Describe why the last save failed, the space for it, and what is left."""
+        """Describe why the last save failed, the free and needed space, and the last complete checkpoint."""
         steps, free = complete_steps(self.folder), shutil.disk_usage(self.folder).free
         newest = step_folder(self.folder, steps[-1]) if steps else "none"
         return (
@@ -217,10 +217,10 @@ class Checkpointer:
     # -- loading -----------------------------------------------------------------------------------------
 
     def newest(self, at_most: float = math.inf) -> int | None:
-        """Return the step of the newest checkpoint with all files as they were written.
+        """Return the step of the newest undamaged checkpoint.
 
-        Damaged ones are logged and set aside. Raises DataError if only damaged ones are left: starting over
-        is the user's decision; and if one may not be read.
+        Damaged ones are logged and set aside. Raises DataError if only damaged ones are left, because the
+        user has to decide to start over, and if there is no permission to read one.
         """
         self.wait()
         found = find_undamaged(lambda: self._until(at_most), set_aside)
@@ -261,8 +261,8 @@ def find_undamaged(
 ) -> Found | None:
     """Return the first of the candidates that is not damaged, the same on all ranks; None: there is none.
 
-    Called by all ranks together. Rank 0 lists the candidates, again after each that is damaged: the run that
-    writes them may go on meanwhile. Each rank checks a part of the files of one. Raises DataError.
+    Called by all ranks together. Rank 0 lists the candidates, and again after a damaged one, because a run
+    may still be writing there. Each rank checks a part of the files of a checkpoint. Raises DataError.
     """
     tried: set[Path] = set()
     locks: list[AbstractContextManager] = [nullcontext()]
@@ -299,7 +299,7 @@ def find_checkpoint(key: str, text: str) -> Found:
 
 
 def lack_of_shared_memory(size: int) -> str:
-    """Return what is missing for the copies of this host's ranks, `size` bytes each; "" if they fit."""
+    """Return a problem if the copies of this host's ranks, `size` bytes each, do not fit; "" if they fit."""
     needed = size * int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     free = shutil.disk_usage(SHARED_MEMORY).free
     numbers = f"{free / 1e6:,.0f} MB free, a checkpoint needs {needed / 1e6:,.0f} MB there"
@@ -319,7 +319,7 @@ def first_problem(problem: str) -> str:
 
 
 def problem_of_save(future: Future) -> str:
-    """Return why a save failed, "" if it did not. Raises errors that neither disk nor processes cause."""
+    """Return why a save failed, "" if it did not. Raises errors that are not caused by disk or processes."""
     try:
         future.result()
     except CheckpointException as error:

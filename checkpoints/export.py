@@ -1,4 +1,4 @@
-"""A trained model as a folder that other programs can use, and forecast.py as a checkpoint.
+"""Export of a trained model to a folder, which other programs can use, and forecast.py as a checkpoint.
 
     model.pt2           one step as a program of torch.export, which needs nothing but torch
     model.json          variables with units, roles and statistics, grid, step: also inside model.pt2
@@ -37,7 +37,7 @@ Description = dict[str, Any]  # content of model.json
 
 
 class OneStep(nn.Module):
-    """The physical window one step later, with normalisation, constant fields and forcings inside."""
+    """One step of a physical window, including normalisation, constant fields and forcings."""
 
     def __init__(self, model: WeatherModel, normalizer: Normalizer, conditions: Conditions) -> None:
         super().__init__()
@@ -51,10 +51,10 @@ class OneStep(nn.Module):
         later: Tensor | None = None,
     ) -> Tensor:
         """fields (B, h V, H, W) float32 in physical units, NaN where missing; times (B,) int64, dates of the
-        newest states in seconds since 1970-01-01 UTC -> (B, h V, H, W). A model with noise takes keys (B,)
-        int64 too, the same in all steps of a forecast: any numbers, each another member. One that is given
-        something of the next state takes later=(B, V, H, W), of which the boundary of a limited area and
-        forcing variables are read.
+        newest states in seconds since 1970-01-01 UTC -> (B, h V, H, W). A model with noise also takes keys
+        (B,) int64: arbitrary numbers, one per member, constant over a forecast. A model with known values
+        of the next state also takes later=(B, V, H, W), from which it reads the boundary of a limited area
+        and the forcing variables.
         """
         normalizer = self.normalizer
         window = normalizer.normalize_window(fields)
@@ -72,7 +72,7 @@ class OneStep(nn.Module):
 
 
 def check_target(target: Path) -> None:
-    """Raise ConfigError if an export would replace or mix with something."""
+    """Raise ConfigError if the target exists or is not a folder name."""
     if target.suffix in (".pt2", ".safetensors"):
         raise ConfigError(f"--export {target}: name a folder, which will have model{target.suffix} in it")
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
@@ -96,7 +96,7 @@ def export_model(target: Path, step: OneStep, trained: Trained, selection: Selec
 
 
 def model_description(step: OneStep, trained: Trained, selection: Selection, config: Config) -> Description:
-    """Return what another program needs to know about a model, the content of model.json."""
+    """Return the description of a model for other programs, the content of model.json."""
     archive, columns, channels = selection.archive, trained.statistics.numbers, step.normalizer.channels
     role = {name: role for role in ROLES for name in getattr(channels, role)}
     variables = [
@@ -122,7 +122,7 @@ def model_description(step: OneStep, trained: Trained, selection: Selection, con
 def export_program(target: Path, step: OneStep, about: Description) -> None:
     """Write a program that `torch.export.load(target).module()` runs with torch alone, for any B.
 
-    One of a model from outside this repository that torch cannot export is left out, with a warning.
+    If torch cannot export a model from outside this repository, a warning is logged and no program is written.
     """
     state = torch.zeros(2, len(about["variables"]), len(about["latitude"]), len(about["longitude"]))
     tensors = {"fields": state.repeat(1, about["history"], 1, 1), "later": state}

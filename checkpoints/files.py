@@ -7,7 +7,7 @@
 
 A checkpoint is a folder of torch.distributed.checkpoint (DCP) with the run's `config.toml` and a
 `manifest.json`, which has size and CRC-32 of every file. DCP's `.metadata` is a pickle: it is read by an
-unpickler that knows a few classes of data and no other. An exported model (checkpoints/export.py) has
+unpickler that accepts only a few data classes. An exported model (checkpoints/export.py) has
 `model.safetensors` instead of DCP's files.
 """
 
@@ -49,7 +49,7 @@ MANIFEST, METADATA, WEIGHTS = "manifest.json", ".metadata", "model.safetensors"
 CHUNK = 2**24  # bytes read at once for a checksum
 Files = dict[str, tuple[int, int]]  # name -> bytes, CRC-32
 
-# The classes that the metadata of tensors consists of; a further one could run code.
+# Classes in the metadata of tensors; any other class could run code.
 ALLOWED = {
     "torch.distributed.checkpoint.metadata": {
         "ChunkStorageMetadata",
@@ -68,12 +68,12 @@ ALLOWED = {
 
 
 class Damaged(DataError):
-    """A checkpoint that cannot be trusted: its file, and the reason."""
+    """Error of a damaged checkpoint: file and reason."""
 
 
 @contextmanager
 def read_errors(path: Path) -> Iterator[None]:
-    """Turn an OSError into one line: a file that may not be read is no damage, every other failure is."""
+    """Convert an OSError to one line: DataError without permission, Damaged for every other failure."""
     try:
         yield
     except PermissionError as error:
@@ -90,8 +90,8 @@ def step_folder(folder: Path, step: int) -> Path:
 
 
 def complete_steps(folder: Path) -> list[int]:
-    """Return the steps of the complete checkpoints in a folder, ascending; links and files do not count, nor
-    folders without what a checkpoint consists of.
+    """Return the steps of the complete checkpoints in a folder, ascending. Ignores links, files and folders
+    that lack files of a checkpoint.
     """
     if not folder.is_dir():
         return []
@@ -105,7 +105,7 @@ def is_checkpoint(path: Path) -> bool:
 
 
 def is_own(path: Path) -> bool:
-    """Return whether a run may have made an entry among checkpoints: a folder, not a link to one."""
+    """Return True if an entry among checkpoints may be made by a run: a folder, not a link to one."""
     return path.is_dir() and not path.is_symlink()
 
 
@@ -118,16 +118,16 @@ def candidates(path: Path) -> Iterator[Path]:
 
 
 def check_steps(folder: Path, steps: int, saves: bool) -> None:
-    """Raise ConfigError if a folder has more steps than the run asks for, which would train nothing, or has
-    any and the run saves none: it would start over and replace their records.
+    """Raise ConfigError if a folder has more steps than the run asks for (nothing would be trained), or has
+    checkpoints and the run saves none (it would start over and replace their records).
     """
     done = complete_steps(folder)
     if done and not saves:
-        reason = f"{folder} holds checkpoints up to step {done[-1]}, and this run would start over"
+        reason = f"{folder} has checkpoints up to step {done[-1]}, and this run would start over"
         refuse("checkpoint.enable", False, f"{reason}; choose another job.dump_folder")
     if done and done[-1] > steps:
         raise ConfigError(
-            f"training.steps = {steps}: {folder} already holds step {done[-1]}; "
+            f"training.steps = {steps}: {folder} already has step {done[-1]}; "
             "ask for more steps, choose another job.dump_folder, or remove that folder"
         )
 
@@ -154,7 +154,7 @@ def write_manifest(folder: Path, about: dict[str, Any], files: Files) -> None:
 def read_manifest(folder: Path) -> dict[str, Any]:
     """Return a manifest, with the "crc32" of its text.
 
-    Raises Damaged if it is not as it was written, DataError without permission.
+    Raises Damaged if it has changed since it was written, DataError without permission.
     """
     path = folder / MANIFEST
     with read_errors(path):
@@ -169,7 +169,7 @@ def read_manifest(folder: Path) -> dict[str, Any]:
 
 
 def check_files(folder: Path, part: int = 0, parts: int = 1) -> None:
-    """Check the manifest and this rank's part of the files, on rank 0 also that .metadata may be unpickled.
+    """Check the manifest and this rank's part of the files; on rank 0 also check the classes in .metadata.
 
     Raises Damaged, or DataError without permission to read.
     """
@@ -190,19 +190,19 @@ def check_files(folder: Path, part: int = 0, parts: int = 1) -> None:
 
 
 class MetadataUnpickler(pickle.Unpickler):
-    """Makes the classes of ALLOWED and refuses every other by name."""
+    """Unpickler that accepts the classes in ALLOWED and refuses all others by name."""
 
     def find_class(self, module: str, name: str) -> Any:
         if name in ALLOWED.get(module, ()):
             return super().find_class(module, name)
-        raise pickle.UnpicklingError(f"carries {module}.{name}, which is not the description of a tensor")
+        raise pickle.UnpicklingError(f"contains {module}.{name}, which is not the description of a tensor")
 
 
 class TensorReader(FileSystemReader):
     """DCP's reader, for tensors only."""
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """Raises Damaged, naming what it found, for anything but the metadata of tensors."""
+        """Read the metadata. Raises Damaged, with the name, for anything except the metadata of tensors."""
         path = Path(self.path) / METADATA
         with read_errors(path):
             content = path.read_bytes()
@@ -213,7 +213,7 @@ class TensorReader(FileSystemReader):
             for name, entry in metadata.state_dict_metadata.items():
                 if not isinstance(entry, TensorStorageMetadata):
                     raise pickle.UnpicklingError(f"{name} is no tensor")
-        except Exception as error:  # a broken pickle raises whatever its bytes happen to call
+        except Exception as error:  # a damaged pickle can raise any error
             raise Damaged(f"{path}: refused: {error}") from None
         metadata.storage_meta = metadata.storage_meta or StorageMeta()
         metadata.storage_meta.load_id = self.load_id
@@ -267,7 +267,7 @@ def read_tensors(folder: Path, tensors: dict[str, Tensor]) -> None:
 
 
 def lock(folder: Path) -> BinaryIO:
-    """Keep a checkpoint from being pruned until the result is closed. Raises Damaged if it is gone."""
+    """Prevent a checkpoint from being pruned until the result is closed. Raises Damaged if it is missing."""
     path = folder / MANIFEST
     with read_errors(path):
         file = path.open("rb")
@@ -280,9 +280,9 @@ def lock(folder: Path) -> BinaryIO:
 
 
 def remove(folder: Path, even_if_read: bool = False) -> None:
-    """Rename, then delete a checkpoint: whatever has the name of a complete one is whole. Raises OSError.
+    """Rename, then delete a checkpoint, so that only whole ones have the name of one. Raises OSError.
 
-    One that a process reads stays, unless `even_if_read`.
+    A checkpoint that a process reads is kept, unless `even_if_read`.
     """
     manifest = folder / MANIFEST
     if not manifest.exists():
@@ -314,7 +314,7 @@ def prune(folder: Path, keep: int) -> None:
 
 
 def clear_leftovers(folder: Path) -> None:
-    """Delete what a killed run has half written or half deleted; log what no run has made, and leave it.
+    """Delete checkpoints that a killed run was writing or deleting; log entries that no run has made.
 
     An empty folder with the name of a checkpoint is deleted: a save of that step needs the name.
     """
@@ -324,7 +324,7 @@ def clear_leftovers(folder: Path) -> None:
         elif COMPLETE.match(path.name) and not any(path.iterdir()):
             path.rmdir()
         elif path.name.endswith((INCOMPLETE, DELETING)):
-            logger.warning("%s: left by a run that was stopped meanwhile; removed", path)
+            logger.warning("%s: left by a run that was stopped; removed", path)
             shutil.rmtree(path)
 
 

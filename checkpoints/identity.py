@@ -1,4 +1,4 @@
-"""The meaning of the weights in a checkpoint: their model, and the fields that go in and come out.
+"""Identity of the weights in a checkpoint: their model, and its input and output fields.
 
 It consists of the run's configuration (config.toml) and, in the manifest under "identity", of the grid, the
 units, the statistics and the data. A configuration that would change the meaning is refused wherever weights
@@ -45,7 +45,7 @@ def describe(selection: Selection, statistics: Statistics) -> dict[str, Any]:
 
 
 def static_numbers(field: np.ndarray) -> list[float]:
-    """Return numbers that tell constant fields (H, W) apart: mean, deviation, and slope to south and east."""
+    """Return numbers that identify a constant field (H, W): mean, deviation, and slope to south and east."""
     values = np.nan_to_num(field.astype(np.float64))
     anomaly = values - values.mean()
     south, east = (np.linspace(-1, 1, n) for n in field.shape)
@@ -64,8 +64,8 @@ class Identity:
 
     @classmethod
     def of(cls, folder: Path) -> "Identity":
-        """Read it. Raises Damaged, DataError if a file may not be read, ConfigError for a model that was
-        removed.
+        """Read it. Raises Damaged, DataError if a file cannot be read, ConfigError for a model of another
+        version.
         """
         path = folder / "config.toml"
         try:
@@ -75,7 +75,7 @@ class Identity:
             raise Damaged(f"{path}: {error}") from None
         if (name := values["model"]["name"]) not in MODELS and ":" not in name:
             raise ConfigError(
-                f"{folder}: its model.name = {name!r} is none of this version: {', '.join(MODELS)}"
+                f"{folder}: its model.name = {name!r} is not in this version: {', '.join(MODELS)}"
             )
         manifest = read_manifest(folder)
         return cls(folder, values, manifest.get("identity", {}), manifest["crc32"])
@@ -102,7 +102,7 @@ class Identity:
     def check_model(self, config: Config, way_out: str) -> None:
         """Check the model alone, which may have more layers and other channels: for fine-tuning."""
         if self.values["lora"]["enable"]:
-            reason = "its weights work only with their adapters; take what forecast.py --export FOLDER makes"
+            reason = "its weights need their adapters; use the folder that forecast.py --export FOLDER writes"
             raise ConfigError(f"checkpoint.initial_load_path: {self.folder}: {reason} of that run")
         theirs, ours = meaning(self.values), meaning(plain(config))
         free = ("model.noise_dim", "model.conserve")
@@ -171,10 +171,10 @@ NEW_RUN = "choose another job.dump_folder for a new run, with checkpoint.initial
 
 
 def check_resume(config: Config, selection: Selection) -> Identity | None:
-    """Return the identity of what a run resumes from, None of a new run. Damaged checkpoints are left to
-    `Checkpointer.newest`.
+    """Return the identity of the checkpoint that a run resumes from, None for a new run. Damaged checkpoints
+    are handled by `Checkpointer.newest`.
 
-    Raises ConfigError if it is another one, DataError if a file may not be read.
+    Raises ConfigError if the identity differs from the run's, DataError if a file cannot be read.
     """
     folder = config.dump_folder / "checkpoints"
     for step in reversed(complete_steps(folder)) if config.checkpoint.enable else ():

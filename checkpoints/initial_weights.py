@@ -29,7 +29,7 @@ from parallelisms.mesh import copy_part, on_all_ranks
 
 logger = logging.getLogger(__name__)
 Parameters = dict[str, nn.Parameter]
-# Parameters with a dim that counts channels: that dim, and which channels it counts.
+# Parameters with a dim for channels: that dim, and the kind of channels.
 CHANNELS = {
     "patch_embedding.weight": (1, "inputs"),
     "stem.weight": (1, "inputs"),
@@ -62,7 +62,7 @@ class TokenGrid:
     def interpolate(self, vectors: Tensor, tokens: "TokenGrid") -> Tensor:
         """Return vectors (T, D) of these tokens, bilinearly interpolated to others (T', D).
 
-        North and south of these tokens the nearest row counts, east and west the nearest column.
+        Outside these tokens the nearest row or column is used.
         """
         shape = len(self.latitude), len(self.longitude)
         rows = _weights(-self.latitude, -tokens.latitude)
@@ -99,7 +99,7 @@ def load_initial_weights(
     channels: Channels,
     tokens: tuple[TokenGrid, TokenGrid] | None = None,
 ) -> None:
-    """Fill the parameters, which have their initial weights, from a checkpoint; log which keep those.
+    """Fill the parameters from a checkpoint; log which of them keep their initial weights.
 
     tokens: those of the checkpoint and those of this model, if learned positions are to be interpolated.
     Raises Damaged, or ConfigError if it has none of this model's weights, or has them in another shape.
@@ -134,7 +134,7 @@ def check_weights(
     new: Channels,
     interpolates: bool,
 ) -> None:
-    """Raise ConfigError if weights have another shape, or frozen ones would keep their random values.
+    """Raise ConfigError if shapes differ, or frozen weights would keep their random values.
 
     shapes: of the parameters that the checkpoint has; old, new: the channels of the checkpoint and of this
     model; interpolates: its positions are those of another grid.
@@ -149,19 +149,19 @@ def check_weights(
             here[dim] = here[dim] // len(wanted) * len(known)
             fresh = [channel for channel in wanted if channel not in known]
             if fresh and not parameters[name].requires_grad:
-                reason = f"knows no {fresh[0]}, which {name} has to learn"
+                reason = f"has no {fresh[0]}, which {name} has to learn"
                 refuse(KEY, str(folder), f'{reason}; add "{name.partition(".")[0]}" to lora.also_train')
         if list(shape) != here and not (interpolates and name == POSITION):
             shapes_differ = f"{name} is {list(shape)} there and {here} in this model"
             refuse(KEY, str(folder), f"{shapes_differ}; take the model of that run")
     for name in sorted(parameters.keys() - shapes.keys()):
         if not parameters[name].requires_grad:
-            reason = f"has no {name}, which would stay as it was drawn; take the [model] of that run"
+            reason = f"has no {name}, which would keep its random values; take the [model] of that run"
             refuse(KEY, str(folder), reason)
 
 
 def with_channels(name: str, parameter: Tensor, stored: Tensor, old: Channels, new: Channels) -> Tensor:
-    """Return a full parameter, in which the slices of channels that the checkpoint has are those stored."""
+    """Return a full parameter with the stored slices of all channels that the checkpoint has."""
     dim, which = CHANNELS[name]
     old_names, new_names = getattr(old, which), getattr(new, which)
     whole = (parameter.full_tensor() if isinstance(parameter, DTensor) else parameter).cpu().clone()
@@ -177,8 +177,8 @@ def _log(folder: Path, part: str, missing: set[str], old: Channels, new: Channel
     logger.info("started from %s of %s", "averaged weights" if part == "ema" else "weights", folder)
     lists = {
         "new channels, initialised": [name for name in new.inputs if name not in old.inputs],
-        "channels that are not used any more": [name for name in old.inputs if name not in new.inputs],
-        "weights that are not there, initialised": sorted(n for n in missing if not n.endswith(ADAPTERS)),
+        "channels that are no longer used": [name for name in old.inputs if name not in new.inputs],
+        "weights missing there, initialised": sorted(n for n in missing if not n.endswith(ADAPTERS)),
     }
     for title, names in lists.items():
         if names:

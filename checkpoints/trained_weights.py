@@ -23,7 +23,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Trained:
-    """A checkpoint that can be trusted, and the statistics that its weights were trained with."""
+    """An undamaged checkpoint, and the statistics with which its weights were trained."""
 
     folder: Path
     averaged: bool  # its averaged weights are taken
@@ -50,7 +50,7 @@ def find_trained(config: Config, selection: Selection) -> Trained:
 
 
 def statistics_of(identity: Identity) -> Statistics:
-    """Return the statistics that weights were trained with; their data need not be there any more."""
+    """Return the statistics with which weights were trained; the data may be deleted since."""
     if not identity.statistics or not identity.grid:
         raise DataError(f"{identity.folder}: its manifest has no statistics; resume its run, which adds them")
     mean, std, change = (np.asarray(identity.statistics[name]) for name in ("mean", "std", "change_std"))

@@ -38,7 +38,7 @@ from jobs.durable_files import sync_folder, write_durably
 from parallelisms.mesh import from_first_rank
 from parallelisms.peer_messages import use_plain_messages
 
-PARENT_SECONDS = 0.2  # between two looks at whether the trainer is alive
+PARENT_SECONDS = 0.2  # between two checks that the trainer is alive
 OPEN_FILES = 65536  # each tensor in shared memory has a file descriptor
 
 
@@ -84,13 +84,13 @@ class CheckpointWriter(FileSystemWriter):
 
     def __init__(self, target: Path, about: dict[str, Any], config_toml: str, keep: int) -> None:
         """about: entries of the manifest; keep: how many checkpoints stay in the folder, 0: all."""
-        # Nothing is copied ahead from a GPU: tensors are on the host, and torch would start CUDA for it.
+        # 0: tensors are on the host already, and torch would initialize CUDA to copy ahead.
         super().__init__(target.with_name(target.name + INCOMPLETE), sync_files=True, per_thread_copy_ahead=0)
         self.fs = ChecksumFiles()
         self.target, self.about, self.config_toml, self.keep = target, about, config_toml, keep
 
     def write_data(self, plan: Any, planner: Any) -> Any:
-        """Return DCP's results, and behind them size and CRC-32 of the files of this rank."""
+        """Return DCP's results, followed by size and CRC-32 of the files of this rank."""
         results: list[Any] = super().write_data(plan, planner).value()
         written: Future[list[Any]] = Future()
         written.set_result([*results, self.fs.files])
@@ -131,13 +131,13 @@ class ProcessGroupInfo:
     use_prefix_store: bool = True  # of a store that rank 0 keeps
     disable_automatic_gc: bool = False
     disable_manual_gc: bool = False
-    trainer: int = field(default_factory=os.getpid)  # its number, by which the process sees that it is gone
+    trainer: int = field(default_factory=os.getpid)  # process id, to notice when the trainer has ended
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Called in the new process before anything else runs there."""
         vars(self).update(state)
         logging.disable(logging.WARNING)  # torch logs every request and tensor; errors go to the trainer
-        # When the trainer is gone, multiprocessing would print the EOFError of its pipe.
+        # When the trainer has ended, multiprocessing would print the EOFError of its pipe.
         sys.stderr = open(os.devnull, "w")
         threading.Thread(target=end_with, args=(self.trainer,), daemon=True).start()
         os.nice(10)  # training goes first
@@ -153,10 +153,10 @@ def end_with(parent: int) -> None:
 
 
 class CheckpointProcess:
-    """torch's checkpoint process, started in the background when the run begins: it imports for seconds.
+    """torch's checkpoint process, started in the background with the run because its imports take seconds.
 
-    It takes the place of the one that dcp.async_save would start at the first save, because torch never
-    replaces one that was killed, and leaves it open to Ctrl-C. Made by all ranks together.
+    It replaces the process that dcp.async_save would start at the first save: torch never restarts one that
+    was killed, and does not protect it from Ctrl-C. Created by all ranks together.
     """
 
     def __init__(self) -> None:
@@ -197,7 +197,7 @@ class CheckpointProcess:
 
     @property
     def is_alive(self) -> bool:
-        """Return whether the process can save, or may soon."""
+        """Return True if the process can save, or may be able to soon."""
         if not self.started.done():
             return True
         is_open = not self.is_lost and not self.started.exception()

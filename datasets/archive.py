@@ -74,8 +74,8 @@ class Archive(NamedFields):
         return np.all([self._locate(axes)[0] >= 0 for axes in set(map(self._axes_of, variables))], axis=0)
 
     def check(self, variables: Sequence[str], every_date: bool = False) -> None:
-        """Raise DataError if files differ in a variable's units, or in its values on some or `every_date`; log
-        a warning if some arrays of a variable cannot be read.
+        """Raise DataError if files differ in a variable's units, or in its values on some or `every_date`;
+        log a warning if some arrays of a variable cannot be read.
         """
         for name in variables:
             fields = self._fields(name)

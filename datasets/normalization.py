@@ -23,9 +23,9 @@ def boundary_cells(shape: tuple[int, int], width: int) -> Tensor:
 class Normalizer(nn.Module):
     """Conversion between physical and normalised fields, and one step of the model from its output.
 
-    Forcing variables of the next state are given, not predicted, and so is the boundary of a limited area
-    (data.boundary_width), which is also an input of the step that leads there; so are the former with
-    data.forcings_of_target.
+    Forcing variables and the boundary of a limited area (data.boundary_width) are known of the next state,
+    not predicted. The boundary is also an input of the step that leads to this state; forcing variables are
+    with data.forcings_of_target.
     """
 
     boundary: Tensor | None
@@ -40,7 +40,7 @@ class Normalizer(nn.Module):
         channels: Channels,
         conservation: ConservationProjection | None = None,
     ) -> None:
-        """conservation: of outputs, if the model has some (model.conserve)."""
+        """conservation: projection of outputs, if model.conserve is set."""
         super().__init__()
         self.channels, self.conservation, self.predict = channels, conservation, predict
         self.history, self.num_forcing = channels.history, len(channels.forcing)
@@ -51,7 +51,7 @@ class Normalizer(nn.Module):
         self.register_buffer("boundary", boundary, persistent=False)
         column = {"mean": statistics.mean, "std": statistics.std}
         column["change_scale"] = statistics.change_std / statistics.std
-        column["change_scale"][self.diagnostic] = 1  # their change is that from the mean, 0
+        column["change_scale"][self.diagnostic] = 1  # their change is relative to the mean, 0
         for name, values in column.items():
             self.register_buffer(
                 name, torch.tensor(values, dtype=torch.float32).view(-1, 1, 1), persistent=False
@@ -60,7 +60,7 @@ class Normalizer(nn.Module):
     def normalize(self, fields: Tensor) -> tuple[Tensor, Tensor]:
         """Return normalised fields (..., V, H, W), 0 where missing, and a mask of values (bool)."""
         mask = torch.isfinite(fields)
-        # In place: each of these fields is 540 MB for two states of 65 variables at 721 x 1440.
+        # In place, because two states of 65 variables at 721 x 1440 take 540 MB.
         return self._standardize(fields).masked_fill_(~mask, 0.0), mask
 
     def _standardize(self, fields: Tensor, variables: slice = ALL) -> Tensor:
@@ -89,10 +89,10 @@ class Normalizer(nn.Module):
         return fields * self.std + self.mean
 
     def with_known(self, window: Tensor, known: Tensor | None) -> Tensor:
-        """Return a normalised window (B, h V, H, W) followed by what is an input of the next state.
+        """Return a normalised window (B, h V, H, W) followed by the inputs of the next state.
 
-        That is predicted variables on the boundary, 0 inside and where a value is missing, and forcing
-        variables. known: as for `advance`; None: a boundary is 0, forcing variables do not change.
+        These are predicted variables on the boundary (0 inside and where a value is missing) and forcing
+        variables. known: as for `advance`; None: the boundary is 0, forcing variables do not change.
         """
         if not self.channels.of_target:
             return window
@@ -106,7 +106,7 @@ class Normalizer(nn.Module):
         return torch.cat(parts, dim=1)
 
     def _on_boundary(self, state: Tensor, known: Tensor) -> Tensor:
-        """Return a normalised state (B, V, H, W) with what is known of its boundary."""
+        """Return a normalised state (B, V, H, W) with the known values on its boundary."""
         assert self.boundary is not None
         values = self._standardize(known)
         return torch.where(self.boundary & torch.isfinite(values), values, state)
@@ -114,9 +114,9 @@ class Normalizer(nn.Module):
     def advance(self, window: Tensor, output: Tensor, known: Tensor | None = None) -> Tensor:
         """Return the next normalised window (B, h V, H, W) from this one and the model's output (B, V, H, W).
 
-        In float32: the new state, then all states of this window but the oldest. known: physical variables
-        `channels.known` of the new state, (B, F, H, W), or (B, V, H, W) with a boundary; None, and where a
-        value is missing: forcing variables do not change, and the boundary is what the model gives.
+        It has, in float32, the new state and then all states of this window except the oldest. known:
+        physical `channels.known` of the new state, (B, F, H, W), or (B, V, H, W) with a boundary. If it is
+        None or a value is missing, forcing variables do not change, and the boundary is predicted.
         """
         state = self.conservation(output) if self.conservation else output.float()
         if self.predict == "change":
@@ -145,7 +145,7 @@ class Normalizer(nn.Module):
     def drop_boundary(self, gradient: Tensor, known: Tensor) -> Tensor:
         """Return the gradient with respect to a window (B, h V, H, W) without its newest state's boundary.
 
-        `advance` took that from `known` (B, V, H, W): it depends on nothing before.
+        `advance` took the boundary from `known` (B, V, H, W), so it depends on no earlier step.
         """
         if self.boundary is None:
             return gradient
@@ -153,7 +153,7 @@ class Normalizer(nn.Module):
         return torch.cat([newest, gradient[:, len(self.mean) :]], dim=1)
 
     def add_taken_over(self, gradient: Tensor, later: Tensor) -> None:
-        """Add to a window's gradient, in place, the share of states that `advance` copies to the next one.
+        """Add the gradient of the states that `advance` copies to the next window, in place.
 
         later: the gradient with respect to that next window (B, h V, H, W).
         """
@@ -170,5 +170,5 @@ class Normalizer(nn.Module):
 
     @property
     def output_scale(self) -> Tensor:
-        """The change of the next state with the output, (V, 1, 1)."""
+        """Derivative of the next state with respect to the output, (V, 1, 1)."""
         return torch.ones_like(self.change_scale) if self.predict == "state" else self.change_scale

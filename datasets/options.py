@@ -1,6 +1,6 @@
 """Settings of [data] that are written as text: periods, selections, regions, storage options.
 
-Standard library and TOML only: the check of a command line imports this module and answers within a second.
+Imports only the standard library and TOML, so that the check of a command line takes less than a second.
 """
 
 import re
@@ -16,14 +16,14 @@ from datasets.channels import Channels
 from errors import SECRET_NAME, refuse
 
 PREFETCH = 2  # batches read ahead in training (by each process): one is read while the next one waits
-COPIES_AHEAD = 2  # batches that are on their way to a GPU, or there already (training/batches.py)
+COPIES_AHEAD = 2  # batches that are being copied to a GPU, or are there already (training/batches.py)
 SELECT, STORAGE_OPTIONS = "data.select", "data.storage_options"
 INSTEAD = "the environment (AWS_SECRET_ACCESS_KEY, GOOGLE_APPLICATION_CREDENTIALS) or a credentials file"
 Region = Sequence[float]  # north, west, south, east in degrees; empty: all
 
 
 def parse_period(key: str, period: Sequence[str]) -> tuple[datetime, datetime] | None:
-    """Return the first and last instant of ["2001-01-01", "2007-12-31"], or None without a period.
+    """Return the first and last time of ["2001-01-01", "2007-12-31"], or None without a period.
 
     Dates with an offset are converted to UTC; the result has no offset, as in numpy. A last date without an
     hour includes that day. Raises ConfigError naming `key`.
@@ -118,7 +118,7 @@ def parse_storage_options(texts: Sequence[str]) -> dict[str, Any]:
 def _parse_option(name: str, text: str) -> Any:
     if re.fullmatch(SECRET_NAME, name, re.IGNORECASE):
         return text.strip("\"'")
-    if text[0] in "{[":  # a secret inside would be saved with it
+    if text[0] in "{[":  # it would be saved with any secret inside
         refuse(STORAGE_OPTIONS, name, f"one value expected; give nested ones in {INSTEAD}")
     try:
         value = tomli.loads(f"value = {text}")["value"]
@@ -128,7 +128,7 @@ def _parse_option(name: str, text: str) -> Any:
 
 
 def check_data(data: Data) -> None:
-    """Raise ConfigError for settings of [data] that cannot work, whatever the data are."""
+    """Raise ConfigError for settings of [data] that cannot work with any data."""
     if not data.path:
         refuse("data.path", "", 'name a file, folder, glob or URL, or "simulated"')
     if not data.variables:

@@ -30,8 +30,8 @@ def refuse_fills(fields: np.ndarray, variables: Sequence[str], date: Any, path: 
 
 
 def undeclared_fill(finite: np.ndarray, name: str) -> float | None:
-    """Return the one of a variable's finite values that can only mean a missing one, if there is one: what no
-    variable can be, or a customary fill outside the range of a known one.
+    """Return a finite value that can only be an undeclared fill value, None if there is none: a value beyond
+    all variables, or a customary fill value outside the range of a known variable.
     """
     if not finite.size:
         return None
@@ -45,7 +45,7 @@ def undeclared_fill(finite: np.ndarray, name: str) -> float | None:
 
 @cache
 def fills_of(name: str) -> list[float]:
-    """Return customary fills of a variable, as they are and as its units are converted: -9999 degC in K."""
+    """Return customary fills of a variable, unchanged and with its units converted (-9999 degC in K)."""
     ours = [UnitConversion(), *(each for (_, own), each in CONVERSIONS.items() if own == units(name))]
     return [float(np.float32(fill * each.factor + each.offset)) for each in ours for fill in FILLS]
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from datasets.grid import Grid, latitude_bounds, longitude_bounds
 
-# Two cells that only touch can overlap by rounding; below this fraction of a cell an overlap counts as none.
+# Adjacent cells can overlap by rounding: overlaps below this fraction of a cell are ignored.
 SLIVER = 1e-6
 WHOLE = 1 - 1e-3  # of a target cell that the source covers
 
@@ -52,19 +52,19 @@ class Regridder:
 def conservative_weights(source: Grid, target: Grid) -> tuple[np.ndarray, np.ndarray]:
     """Return the overlaps of cells: rows (H_t, H_s) in sin(latitude), columns (W_t, W_s) in degrees.
 
-    The area that target cell (i, j) has in common with source cell (k, l) is rows[i, k] * columns[j, l], but
-    for a constant. Longitudes overlap modulo 360.
+    Target cell (i, j) and source cell (k, l) overlap by rows[i, k] * columns[j, l], times a constant.
+    Longitudes overlap modulo 360.
     """
     bounds = [np.sin(np.deg2rad(latitude_bounds(grid.latitude)))[::-1] for grid in (target, source)]
     rows = _overlap(*bounds)[::-1, ::-1]  # ascending for the overlap, then back to north first
     target_columns, source_columns = longitude_bounds(target.longitude), longitude_bounds(source.longitude)
-    turns = 360 * np.arange(-2, 3)  # -180..180 against 0..360, and cells that straddle the seam
+    turns = 360 * np.arange(-2, 3)  # for -180..180 and 0..360, and for cells across the first meridian
     columns = sum(_overlap(target_columns, source_columns + turn) for turn in turns)
     return np.ascontiguousarray(rows), np.asarray(columns)
 
 
 def _overlap(target: np.ndarray, source: np.ndarray) -> np.ndarray:
-    """Return the lengths (N_t, N_s) that the intervals between ascending bounds have in common."""
+    """Return the lengths (N_t, N_s) of the overlaps of the intervals between ascending bounds."""
     upper = np.minimum(target[1:, None], source[None, 1:])
     lower = np.maximum(target[:-1, None], source[None, :-1])
     common = np.maximum(upper - lower, 0)

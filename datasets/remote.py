@@ -1,6 +1,6 @@
 """Zarr stores at URLs: obstore for S3, Google, Azure and HTTP, fsspec for every other protocol.
 
-obstore repeats requests that fail (time-outs, connections that break, 429 and 5xx) for a minute.
+obstore repeats failed requests (time-outs, broken connections, 429 and 5xx) for a minute.
 """
 
 import asyncio
@@ -26,7 +26,7 @@ AWS_VARIABLES = """AWS_ACCESS_KEY_ID AWS_PROFILE AWS_WEB_IDENTITY_TOKEN_FILE AWS
     AWS_CONTAINER_CREDENTIALS_RELATIVE_URI AWS_CONTAINER_CREDENTIALS_FULL_URI""".split()
 GOOGLE_VARIABLES = ["GOOGLE_APPLICATION_CREDENTIALS", "CLOUDSDK_CONFIG"]
 GOOGLE_FILE = "~/.config/gcloud/application_default_credentials.json"
-# Protocol -> variables and files with credentials, and the maker of machines that have some of their own.
+# Protocol -> variables and files with credentials, and the vendor of machines with credentials of their own.
 AWS = AWS_VARIABLES, ["~/.aws/credentials", "~/.aws/config"], "Amazon"
 CREDENTIALS = {"s3": AWS, "s3a": AWS, "gs": (GOOGLE_VARIABLES, [GOOGLE_FILE], "Google")}
 MACHINE = Path("/sys/class/dmi/id")  # "Amazon EC2", "Google": a machine there has credentials of its own
@@ -47,7 +47,7 @@ class Access:
     protocol: str = ""
 
     def options_for(self, url: str) -> dict[str, Any]:
-        """Return the options for a URL: those of another protocol may be secrets of another store."""
+        """Return the options for a URL, none for another protocol: they may be secrets of another store."""
         options = parse_storage_options(self.storage_options)
         return options if self.protocol in ("", protocol_of(url)) else {}
 
@@ -86,7 +86,7 @@ def open_store(url: str, access: Access = NO_OPTIONS) -> Any:
 
 
 class _PatientStore(ObjectStore):
-    """A store that also repeats requests with an answer that breaks off, as obstore 0.12 does not."""
+    """A store that also repeats requests with an incomplete response, which obstore 0.12 does not repeat."""
 
     async def get(
         self, key: str, prototype: BufferPrototype, byte_range: ByteRequest | None = None
@@ -115,7 +115,7 @@ def _obstore_options(protocol: str, options: Mapping[str, Any]) -> tuple[dict[st
 
 
 def _has_credentials(protocol: str) -> bool:
-    """Return True if credentials are found; public stores need none, and obstore would wait for some."""
+    """Return True if credentials are found; without them obstore would wait, and public stores need none."""
     variables, files, maker = CREDENTIALS[protocol]
     about = [MACHINE / name for name in ("sys_vendor", "product_name")]
     return (

@@ -1,6 +1,6 @@
 """The variables, dates and constant fields of an archive that a run uses.
 
-Opening a selection is also the check of what a configuration says about its data. Shapes: H latitudes, W
+Opening a selection also checks the [data] section against the data. Shapes: H latitudes, W
 longitudes, T dates, h states of a window (datasets/field_dataset.py).
 """
 
@@ -48,8 +48,8 @@ class Selection:
     def samples(self, period: str, later: Sequence[int]) -> np.ndarray:
         """Return (n, h + R) indices of a window and the dates t + later x step, for every t that has them.
 
-        All dates of a sample are in the period, so that none reaches into another, and have all variables.
-        Raises ConfigError if there are none at all.
+        All dates of a sample are in the period, so that periods do not overlap, and have all variables.
+        Raises ConfigError if there are no samples.
         """
         dates = self._dates(period)
         rows = self.around(dates, [*window_steps(self.history), *later], self.available(dates))
@@ -63,8 +63,8 @@ class Selection:
     ) -> np.ndarray:
         """Return (n, h + L) indices of a window of `history` states and of t + lead x step, -1 if missing.
 
-        Every t with any of the leads, or those among `limit` dates of the period, evenly spaced: so the dates
-        of a lead do not depend on the other leads. Raises ConfigError for a lead that no date has.
+        For every t that has at least one of the leads; with `limit`, for evenly spaced t. The dates of a lead
+        therefore do not depend on the other leads. Raises ConfigError for a lead that no date has.
         """
         dates = self._dates(period)
         rows = self.around(dates, [*window_steps(history), *leads], self.available(dates))
@@ -95,7 +95,7 @@ class Selection:
         raise ConfigError(f"{reason}: make the period longer, or lower {key}")
 
     def describe(self, period: str, samples: np.ndarray) -> str:
-        """Return one line: how many samples a period has, and which dates are left out of it."""
+        """Return a line with the number of samples of a period, and of the dates that are left out."""
         dates = self._dates(period)
         times, left_out = self.archive.times[dates], len(dates) - len(self.available(dates))
         return (
@@ -105,7 +105,7 @@ class Selection:
         )
 
     def land(self) -> np.ndarray | None:
-        """Return the data's own land-sea mask (H, W), if it has one: it may be of another planet."""
+        """Return the land-sea mask (H, W) of the data, None if there is none."""
         name = "land_sea_mask"
         if name in self.static:
             return self.static[name]
@@ -123,7 +123,7 @@ def open_selection(
     rollout_steps: int = 1,
     elsewhere: Collection[str] = (),
 ) -> Selection:
-    """Open `data.path` and check what the configuration says of it. Raises ConfigError or DataError.
+    """Open `data.path` and check the configuration against it. Raises ConfigError or DataError.
 
     elsewhere: dimensions of other sources, which `data.select` may name too.
     """
@@ -140,7 +140,7 @@ def open_selection(
 def open_without_periods(
     data: Data, patch_size: tuple[int, int], elsewhere: Collection[str] = ()
 ) -> Selection:
-    """Open `data.path` without looking at its periods: a forecast may start from analyses of other years.
+    """Open `data.path` without checking its periods: a forecast may start from analyses of other years.
 
     Raises ConfigError or DataError.
     """
@@ -167,8 +167,8 @@ def open_without_periods(
 
 
 def check_static(static: dict[str, np.ndarray], path: str) -> None:
-    """Log the share of missing cells of constant fields (H, W), which get the mean of the others. Raises
-    DataError for infinite values and undeclared fill values.
+    """Log the fraction of missing cells of constant fields (H, W), which are set to the mean of the others.
+    Raises DataError for infinite values and undeclared fill values.
     """
     for name, field in static.items():
         refuse_fills(field[None], [name], "all dates", path)
@@ -180,7 +180,7 @@ def check_static(static: dict[str, np.ndarray], path: str) -> None:
 
 
 def access_of(data: Data) -> Access:
-    """Return how the URLs of a run are read: data.path, and others of the same protocol."""
+    """Return the options for reading URLs of a run: data.path, and others of the same protocol."""
     return Access(data.storage_options, protocol_of(data.path))
 
 
@@ -212,15 +212,15 @@ def read_static_field(
     regridded = Regridder(source, target)(torch.from_numpy(values)).numpy()
     if np.isnan(regridded).all():
         place = f"latitudes {target.latitude[0]:g} to {target.latitude[-1]:g}"
-        raise DataError(f"{path!r} has {name!r} nowhere on the grid of data.path, {place}")
+        raise DataError(f"{path!r} has no {name!r} on the grid of data.path, {place}")
     return regridded
 
 
 def initial_dates(selection: Selection, period: tuple[str, ...], interval_hours: int) -> np.ndarray:
     """Return indices of the windows (n, h) in a period that forecasts start from, `interval_hours` apart.
 
-    With interval 0 it is every date that has all variables and a whole window; otherwise each of the dates
-    has to have them, up to the end of the data on the last day. Raises ConfigError.
+    With interval 0 these are all dates with all variables and a whole window. Otherwise every date must have
+    them, up to the end of the data on the last day. Raises ConfigError.
     """
     archive, key = selection.archive, "forecast.period"
     if not period:

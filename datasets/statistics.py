@@ -1,7 +1,7 @@
 """Statistics of the training period: moments of the variables, summed over dates.
 
-Each date has a row of moments, which is the same on every rank; rows are added in the order of the dates, in
-float64. So any number of ranks, threads or attempts gives the same statistics. Shapes: V variables, H
+Each date has a row of moments, which is the same on every rank. Rows are added in the order of the dates, in
+float64: statistics do not depend on the number of ranks, threads or attempts. Shapes: V variables, H
 latitudes, W longitudes, n dates.
 """
 
@@ -34,17 +34,17 @@ ROUNDING = 1e-7  # of float32: a smaller relative deviation is a constant
 # Columns of a row: cells without a value, infinite ones, ones outside the variable's range; weight, first and
 # second moment of the state (around the shift) and of its change over a model step.
 MISSING, IMPLAUSIBLE, STATE, CHANGE, NUM_COLUMNS = 0, slice(1, 3), slice(3, 6), slice(6, 9), 9
-SAMPLED_DATES = 16  # dates that represent all where files have no size and time of change
+SAMPLED_DATES = 16  # dates that represent all if files have no size and modification time
 DAMAGE = (OSError, ValueError, KeyError, TypeError, EOFError, zipfile.BadZipFile, zlib.error)
-SAME = 1e-9  # relative: another processor adds up other last digits of the same fields
+SAME = 1e-9  # relative tolerance: processors differ in the last digits of sums
 
 
 @dataclass
 class Sums:
-    """Sums over dates; a date on which a variable has no value at all counts in none of them."""
+    """Sums over dates; a date on which a variable has no values is not included."""
 
     variables: np.ndarray  # (V,) names
-    # (V,) around which squares are taken: 5e4 m2 s-2 squared would lose seven of the sixteen digits.
+    # (V,), subtracted before squaring: squares of 5e4 m2 s-2 would lose seven of the sixteen digits.
     shift: np.ndarray
     total: np.ndarray  # (V, H, W) float64, of values
     count: np.ndarray  # (V, H, W) or, while no cell is missing, (V, 1, 1)
@@ -61,7 +61,7 @@ class Sums:
     def add(
         self, date: np.datetime64, now: np.ndarray, before: np.ndarray | None, area: np.ndarray, path: str
     ) -> bool:
-        """Add fields (V, H, W) of a date; False if one of them is empty, so that nothing counts.
+        """Add fields (V, H, W) of a date. Returns False, and adds nothing, if one of them is empty.
 
         before: the fields a model step earlier, None if they are not there or one is empty; area: weights of
         rows (H,); path: of the source. Raises DataError for an undeclared fill value.
@@ -164,7 +164,7 @@ class Statistics:
 
     @property
     def numbers(self) -> Numbers:
-        """The moments that a model's weights were trained with, to the last digit."""
+        """Moments with which a model's weights were trained, all digits."""
         return {name: getattr(self, name).tolist() for name in ("mean", "std", "change_std")}
 
     def write(self, path: Path) -> None:
@@ -219,10 +219,10 @@ def stored_statistics(cache: Path, source: Source) -> Statistics | None:
 
 
 def stored_as_trained(cache: Path, source: Source, numbers: Numbers) -> tuple[Statistics | None, np.ndarray]:
-    """Return the statistics that weights were trained with, and the dates (indices) that they are of.
+    """Return the statistics with which weights were trained, and the indices of their dates.
 
-    None if the files have changed since: then they are to be computed again from these dates. Dates that were
-    added to the data since then change nothing.
+    The statistics are None if the files have changed since, and must then be computed again from these dates.
+    Dates added to the data later have no effect.
     """
     stored = read_statistics(cache)
     if not stored or stored.numbers != numbers:
@@ -235,7 +235,7 @@ def stored_as_trained(cache: Path, source: Source, numbers: Numbers) -> tuple[St
 
 
 def as_trained(again: Statistics, variables: Sequence[str], numbers: Numbers) -> Statistics:
-    """Return statistics that were computed again, with the very digits that weights were trained with.
+    """Return recomputed statistics with all digits of those with which weights were trained.
 
     Raises DataError if the fields of these dates have changed.
     """
@@ -253,9 +253,9 @@ def as_trained(again: Statistics, variables: Sequence[str], numbers: Numbers) ->
 
 
 def fingerprint_of(fields: Archive, variables: Sequence[str], dates: np.ndarray, step: np.timedelta64) -> str:
-    """Return a digest of names, dates, and the files' names, sizes and times of change.
+    """Return a digest of names, dates, and the files' names, sizes and modification times.
 
-    Through a URL these are not known: there it is the values of 16 dates, evenly spaced.
+    For a URL, which has no modification times, it uses the values of 16 evenly spaced dates instead.
     """
     digest = hashlib.sha256(repr((list(variables), int(step / np.timedelta64(1, "s")))).encode())
     digest.update(fields.times[dates].astype("datetime64[s]").tobytes())
@@ -269,8 +269,8 @@ def fingerprint_of(fields: Archive, variables: Sequence[str], dates: np.ndarray,
 def sampled_pairs(source: Source, limit: int) -> np.ndarray:
     """Return at most `limit` of the dates (0: all) in pairs one model step apart, spread over all of them.
 
-    One from each of equal stretches, at random in it, of the hours of the day in turn: evenly spaced ones can
-    all be of the same hour.
+    The pairs are divided into equal parts, and each gives a random pair, of the hours of the day in turn:
+    evenly spaced dates can all have the same hour.
     """
     dates, times = source.dates, source.fields.times
     if not limit or len(dates) <= limit:
@@ -292,10 +292,10 @@ def sampled_pairs(source: Source, limit: int) -> np.ndarray:
 
 
 class Counting:
-    """A part of the dates of a source, read and added up for a while at a time."""
+    """Summation over a part of the dates of a source, for a limited time per call."""
 
     def __init__(self, source: Source, own: np.ndarray, shift: np.ndarray) -> None:
-        """own: indices of the dates that count here; the other date of a pair is read too."""
+        """own: indices of the dates that are counted here; the other date of a pair is read too."""
         times = source.fields.times
         before = np.flatnonzero(np.isin(times, times[own] - source.step))
         self.source, self.own, self.left = source, own, len(own)
@@ -306,7 +306,7 @@ class Counting:
         self.recent: dict[np.datetime64, np.ndarray] = {}
 
     def go_on(self, seconds: float = float("inf")) -> int:
-        """Read for so long, and at least one date; return how many are left."""
+        """Read for `seconds`, and at least one date; return the number of remaining dates."""
         until = time.monotonic() + seconds
         while self.left and (self._next() or time.monotonic() < until):
             pass
@@ -330,7 +330,7 @@ class Counting:
 
 
 def first_shift(source: Source) -> np.ndarray:
-    """Return (V,): the means of the first date that counts, around which all squares are taken."""
+    """Return the means (V,) of the first valid date, which are subtracted before squaring."""
     first = source.fields.read(int(source.dates[0]), source.variables)
     valid = np.isfinite(first)
     total = np.where(valid, first, 0).sum(axis=(1, 2), dtype=np.float64)

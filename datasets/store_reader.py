@@ -32,7 +32,7 @@ MAX_OPEN_FILES = min(1024, resource.getrlimit(resource.RLIMIT_NOFILE)[0]) * 3 //
 
 @lru_cache(MAX_OPEN_FILES)
 def _open(path: str) -> FileIO:
-    """Return a file that stays open for its next chunk: opening one for each costs a quarter of the rate.
+    """Return a file that stays open for its next chunk: opening it each time lowers the rate by a quarter.
 
     It is closed with the last reference to it.
     """
@@ -43,7 +43,7 @@ _THREAD = threading.local()
 
 
 class StoreReader:
-    """Reads the fields of one array. Called from many threads; one belongs to one process."""
+    """Reader of the fields of one array, for all threads of one process."""
 
     def __init__(self, field: Field) -> None:
         array = field.raw
@@ -87,7 +87,7 @@ class StoreReader:
             return False
         chunk = _without_checksum(_read(file, offset, length))
         if check_blosc_size(chunk) != self.nbytes:
-            raise ValueError(f"a chunk of another size than {self.nbytes} bytes")
+            raise ValueError(f"a chunk does not have {self.nbytes} bytes")
         blosc.decompress(chunk, target)
         return True
 

@@ -80,7 +80,7 @@ ON_ONE_SURFACE: dict[str, tuple[Any, ...]] = {
 UNKNOWN = Variable("", "")
 VARIABLES = {name: Variable(*row) for name, row in (ON_LEVELS | ON_ONE_SURFACE).items()}
 STANDARD_NAMES = {name: each.standard_name for name, each in VARIABLES.items() if each.standard_name}
-# Whole fields of zeros are weather, or land: a Zarr store that leaves such chunks out misses nothing.
+# Fields that can be 0 everywhere: a Zarr store without a chunk of them is complete.
 OFTEN_ZERO = set(
     """
     fraction_of_cloud_cover specific_cloud_liquid_water_content specific_cloud_ice_water_content
@@ -114,12 +114,12 @@ def full_name(text: str) -> str:
 
 
 def surface_or_level(text: str, siblings: Iterable[str], described: str = "") -> str:
-    """Return the name of an array or channel without a level axis, of which the short name may mean a height
-    above the ground in m or a level in hPa ("u100", "v10"). Raises DataError if nothing decides.
+    """Return the name of an array or channel without a level axis. The number in its short name may be a
+    height above the ground in m or a level in hPa ("u100", "v10"). Raises DataError if it is ambiguous.
 
-    siblings: names of all arrays or channels there; described: what attributes say of this one. They decide;
-    without them a level that other variables have is one, and so is a gap in a series of levels. At 10 the
-    height is customary. A bare z is the surface's: so in CDS single levels, and in most static files.
+    siblings: names of all arrays or channels there; described: attributes of this one, which decide if they
+    can. Otherwise a level of other variables is a level, and so is a gap in a series of levels. 10 is usually
+    a height. A bare z is the surface's, as in CDS single levels and most static files.
     """
     if text == "z":
         return "geopotential_at_surface"
@@ -174,7 +174,7 @@ def units(variable: str) -> str:
 
 
 def usual_range(variable: str) -> tuple[float, float]:
-    """Return the lowest and the highest value of a variable that is no surprise, in its units."""
+    """Return the lowest and the highest usual value of a variable, in its units."""
     return VARIABLES.get(split_name(variable)[0], UNKNOWN).usual_range
 
 
@@ -266,7 +266,7 @@ def short_label(variable: str) -> str:
 
 
 def expand_levels(names: Iterable[str], levels: Sequence[int]) -> list[str]:
-    """Return the names with every atmospheric variable without a level on all `levels` (hPa), in their order.
+    """Return the names in order, with atmospheric variables without a level expanded to all `levels` (hPa).
 
     Without levels nothing is expanded. Raises ConfigError for a variable that occurs twice.
     """

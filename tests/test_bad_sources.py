@@ -291,7 +291,7 @@ def test_static_fields_that_differ_are_refused(tmp_path):
         ds.to_netcdf(tmp_path / f"{year}.nc", engine="h5netcdf")
     archive = open_archive(str(tmp_path / "200[01].nc"))
     assert (archive.read_static("land_sea_mask") == 0).all()
-    with pytest.raises(DataError, match="land_sea_mask is another in .*2002.nc than in .*2000.nc"):
+    with pytest.raises(DataError, match="land_sea_mask differs between .*2002.nc and .*2000.nc"):
         open_archive(str(tmp_path / "*.nc")).read_static("land_sea_mask")
 
 

@@ -147,7 +147,7 @@ def refuse(*_: object, **__: object) -> None:
 
 
 def test_a_folder_without_a_checkpoint_is_none(build, tmp_path):
-    """An empty folder was refused as "already holds step 99"."""
+    """An empty folder was refused as "already has step 99"."""
     (tmp_path / "step-00000099").mkdir()
     check_steps(tmp_path, 50, saves=True)
     run, checkpointer = Run(), build()

@@ -82,7 +82,7 @@ def craft(folder: Path) -> str:
     files = {name: (entry["bytes"], entry["crc32"]) for name, entry in manifest.pop("files").items()}
     files[".metadata"] = ((folder / ".metadata").stat().st_size, crc32_of(folder / ".metadata"))
     write_manifest(folder, manifest, files)
-    return ".metadata: refused: carries posix.system"
+    return ".metadata: refused: contains posix.system"
 
 
 HARMS = (truncate, flip_a_bit, lose_a_shard, lose_the_manifest, flip_the_manifest, cut_the_manifest, craft)
@@ -129,7 +129,7 @@ def test_every_flipped_bit_of_the_metadata_is_seen(build, tmp_path):  # noqa: F8
 def test_objects_that_are_no_tensors_are_refused(one_rank, tmp_path):
     """DCP would unpickle them without a list."""
     state_dict_saver.save({"a": torch.zeros(2), "b": {"c": "text"}}, checkpoint_id=str(tmp_path))
-    with pytest.raises(Damaged, match="refused: carries .*BytesStorageMetadata|b.c is no tensor"):
+    with pytest.raises(Damaged, match="refused: contains .*BytesStorageMetadata|b.c is no tensor"):
         stored_tensors(tmp_path)
 
 
@@ -162,7 +162,7 @@ def test_fewer_steps_than_the_folder_holds_is_an_error(tmp_path):
     step_folder(tmp_path, 100).mkdir()
     (step_folder(tmp_path, 100) / "manifest.json").touch()
     check_steps(tmp_path, 100, saves=True)
-    with pytest.raises(ValueError, match="training.steps = 60: .* already holds step 100"):
+    with pytest.raises(ValueError, match="training.steps = 60: .* already has step 100"):
         check_steps(tmp_path, 60, saves=True)
 
 

@@ -141,7 +141,7 @@ def test_a_second_run_is_refused_without_checkpoints_too(trained, monkeypatch, t
     monkeypatch.setattr("training.run_folder.PATIENCE", 0.0)
     options, folder, _ = trained
     before = contents(folder)
-    with pytest.raises(ConfigError, match=r"checkpoint.enable = False: .* holds checkpoints up to step 4"):
+    with pytest.raises(ConfigError, match=r"checkpoint.enable = False: .* has checkpoints up to step 4"):
         run_train(*options, "--checkpoint.enable", "false")
     assert contents(folder) == before
     shutil.rmtree(folder / "checkpoints")

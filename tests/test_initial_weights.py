@@ -86,7 +86,7 @@ def test_variables_are_found_by_name_and_new_ones_start_anew(one_rank, tmp_path,
     rest = [n for n in old if n.startswith(("blocks", "norm", "position")) or n == "patch_embedding.bias"]
     assert len(rest) > 20 and all(torch.equal(parameters[name], old[name]) for name in rest)
     assert "new channels, initialised: total_precipitation, sin_local_time" in caplog.text
-    assert "not used any more: land_sea_mask" in caplog.text
+    assert "no longer used: land_sea_mask" in caplog.text
     assert f"started from {'averaged ' if ema else ''}weights of" in caplog.text
 
 

@@ -281,7 +281,7 @@ def test_merged_it_is_a_plain_model_with_the_same_forecasts(base, tmp_path: Path
     run_train(*base, *more, "--checkpoint.initial_load_path", str(tmp_path / "merged"))
     more[-1] = str(tmp_path / "refused")
     unmerged = ["--checkpoint.initial_load_path", str(tmp_path / "run")]
-    refused([*base, *more, *unmerged], "its weights work only with their adapters")
+    refused([*base, *more, *unmerged], "its weights need their adapters")
     with pytest.raises(ConfigError, match="--export .*merged"):
         forecast.export(load_checked(options), tmp_path / "merged")
 
@@ -289,8 +289,8 @@ def test_merged_it_is_a_plain_model_with_the_same_forecasts(base, tmp_path: Path
 def test_new_variables_need_the_layers_that_learn_them(base, tmp_path: Path) -> None:
     more = ["--data.forcings", '["sin_local_time"]']
     start = adapted_options(base, tmp_path / "run", *more)
-    refused(start, 'knows no sin_local_time.*add "patch_embedding" to lora.also_train')
+    refused(start, 'has no sin_local_time.*add "patch_embedding" to lora.also_train')
     adapt(base, tmp_path / "run", *more, "--lora.also_train", '["patch_embedding"]')
     assert "optimizer.patch_embedding.weight.exp_avg" in tensors(tmp_path / "run")
     deeper = adapted_options(base, tmp_path / "deeper", "--model.num_layers", "3")
-    refused(deeper, "has no blocks.2.*would stay as it was drawn")
+    refused(deeper, "has no blocks.2.*would keep its random values")
