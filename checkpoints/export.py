@@ -122,7 +122,7 @@ def model_description(step: OneStep, trained: Trained, selection: Selection, con
 def export_program(target: Path, step: OneStep, about: Description) -> None:
     """Write a program that `torch.export.load(target).module()` runs with torch alone, for any B.
 
-    If torch cannot export a model from outside this repository, a warning is logged and no program is written.
+    If torch cannot export a model from outside this repository, logs a warning and writes no program.
     """
     state = torch.zeros(2, len(about["variables"]), len(about["latitude"]), len(about["longitude"]))
     tensors = {"fields": state.repeat(1, about["history"], 1, 1), "later": state}

@@ -1,4 +1,4 @@
-"""From a configuration to what computes: one assembly for training, forecasts, dry runs and tests."""
+"""Assembly of a model from a configuration, for training, forecasts, dry runs and tests."""
 
 import logging
 import math
@@ -101,7 +101,7 @@ def assemble(
         use_backend(meta_model, backend)
     recipe = Recipe(
         config.parallelism,
-        # A forecast has no backward pass, and stores nothing for one.
+        # A forecast has no backward pass, so that nothing is stored for one.
         config.activation_checkpoint if for_training else ActivationCheckpoint(),
         config.compile,
         config.float8,

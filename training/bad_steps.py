@@ -1,8 +1,8 @@
-"""Steps that must not be taken: judged on the device, skipped by all ranks alike, and counted.
+"""Bad steps: found on the device, skipped by all ranks together, and counted.
 
-A step is bad when its loss or gradient is not finite, or (`training.spike_threshold`) when its loss lies far
-above those before it. The host learns of it on logging and saving steps only, when it waits for the device
-anyhow.
+A step is bad if its loss or gradient is not finite, or (`training.spike_threshold`) if its loss is far above
+previous losses. The host reads the result only on logging and saving steps, when it waits for the device
+anyway.
 """
 
 import logging
@@ -17,18 +17,18 @@ from errors import RunFailed
 from training.due import Rollouts
 
 logger = logging.getLogger(__name__)
-WINDOW = 100  # steps that bad ones are counted in, and losses that a spike is measured against
-MOST_SKIPPED = 10  # of them; with one more the run goes back to its last good checkpoint
-ENOUGH = 20  # losses that a median of them means something
+WINDOW = 100  # steps in which bad ones are counted, and losses with which a spike is compared
+MOST_SKIPPED = 10  # of these steps; with one more the run goes back to its last good checkpoint
+ENOUGH = 20  # losses from which a median is computed
 TO_SIGMA = 1.4826  # the standard deviation of a normal distribution over its median absolute deviation
 
 
 class TrainingDiverged(RunFailed):
-    """Skipping and going back did not help; the message says where, on which ranks, what is left."""
+    """Error of a run that still diverges after skipped steps and a rollback: steps, ranks, possible fixes."""
 
 
 class BadSteps:
-    """Judges steps. Every rank judges the same global numbers, so that all of them skip alike."""
+    """Detector of bad steps. All ranks check the same global numbers, so that they skip the same steps."""
 
     def __init__(self, training: Training, device: torch.device, dp: int = 1) -> None:
         """dp: ranks that have samples of their own, of all those that have a part of the loss."""
@@ -42,25 +42,25 @@ class BadSteps:
         self.bad = torch.zeros(WINDOW, dtype=torch.bool, device=device)
         self.seen_here = torch.zeros((), dtype=torch.int64, device=device)  # losses of this rank not finite
         self.total = torch.zeros((), dtype=torch.int64, device=device)
-        # Up to the last look: how many, what is known of them, the first of the last 100, the newest of all.
+        # At the last check: number, description, the first of the last 100, the newest of all.
         self.skipped, self.diagnosis, self.first, self.now = 0, "", 0, False
 
     @property
     def window(self) -> dict[str, Tensor]:
-        """Return the tensors of a checkpoint that later steps are judged by."""
+        """Return the tensors of a checkpoint that are needed to judge later steps."""
         return {f"losses.{self.settings}": self.losses, "bad": self.bad}
 
     def judge(self, step: int, loss: Tensor, grad_norm: Tensor, overflow_is_normal: bool) -> Tensor:
-        """Return whether a step is bad, a bool on the device; loss: this rank's, grad_norm: of all ranks.
+        """Return True for a bad step, as a bool on the device; loss: this rank's, grad_norm: of all ranks.
 
-        A loss that is not finite on one rank makes the gradient norm so on all. In fp16 a gradient may
-        overflow: that is what its scaler is there for.
+        If the loss of one rank is not finite, the gradient norm is not finite on all. In fp16 gradients may
+        overflow, which the loss scaler handles.
         """
         self.seen_here += ~torch.isfinite(loss)
         if self.spike_threshold or overflow_is_normal:
             loss = loss.clone()
             dist.all_reduce(loss)
-            loss /= self.dp  # the mean on any layout: another one may go on from here
+            loss /= self.dp  # the mean, which is the same on any layout that may resume
         bad = ~torch.isfinite(loss) if overflow_is_normal else ~torch.isfinite(grad_norm)
         if self.spike_threshold:
             if self.rollouts.begins_stage(step):
@@ -72,16 +72,16 @@ class BadSteps:
         return bad
 
     def _ceiling(self) -> Tensor:
-        """The loss from which on a step counts as a spike; infinite while there are few losses."""
+        """Loss above which a step counts as a spike; infinite while there are few losses."""
         median = self.losses.nanmedian()
         deviation = TO_SIGMA * (self.losses - median).abs().nanmedian()
         enough = self.losses.isfinite().sum() >= ENOUGH
         return torch.where(enough, median + self.spike_threshold * deviation, torch.inf)
 
     def too_many(self, step: int, last: bool = False) -> bool:
-        """Return whether more of the last 100 steps were skipped than allowed, or the very last step was.
+        """Return True if too many of the last 100 steps were skipped, or the last step of the run was.
 
-        Waits for the device, and asks all ranks, so that they continue alike.
+        Waits for the device and communicates with all ranks, so that they decide together.
         """
         mine = torch.cat([torch.stack([self.total, self.seen_here]), self.bad.long()])
         counts = [torch.zeros_like(mine) for _ in range(dist.get_world_size())]
@@ -99,7 +99,7 @@ class BadSteps:
         self.skipped = total
         if len(recent) > MOST_SKIPPED:
             return True
-        self.first = step + 1  # earlier ones that were skipped are no reason to go back before them
+        self.first = step + 1  # steps that were skipped earlier do not cause a rollback to before them
         while self.first - 1 in recent:
             self.first -= 1
         return last and self.now
@@ -113,9 +113,9 @@ class BadSteps:
 
 
 def step_unless(bad: Tensor, optimizer: torch.optim.Optimizer) -> None:
-    """The optimiser's step, unless it is bad: its fused kernel looks for itself, on the device.
+    """Take the optimiser's step, unless it is bad, which its fused kernel checks on the device.
 
-    Where parameters are offloaded the host waits for the answer: torch's own copy would not be waited for.
+    For offloaded parameters the host waits for the flag, because torch's own copy would not wait.
     """
     owned = (p.device for group in optimizer.param_groups for p in group["params"])
     flag = bad.float().to(next(owned, bad.device))

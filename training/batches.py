@@ -1,4 +1,4 @@
-"""The micro-batches of each step on the device, a function of the progress of the run."""
+"""Micro-batches of each step on the device, a function of the progress of the run."""
 
 import logging
 import time
@@ -23,16 +23,16 @@ logger = logging.getLogger(__name__)
 
 
 class Batch(NamedTuple):
-    """A micro-batch: windows (datasets/field_dataset.py) and what follows in R steps of the model."""
+    """A micro-batch: windows (datasets/field_dataset.py) and the states of the next R model steps."""
 
     fields: Tensor  # (B, h + R, V, H, W) physical, float32, NaN where a value is missing
     times: Tensor  # (B,) dates of the windows, seconds since 1970
 
 
 class Batches:
-    """Iterated once a step, it yields the micro-batches that `progress` says come next.
+    """Iterable of the micro-batches of the next step, by `progress`, for one iteration per step.
 
-    After a rollback the loader continues from there.
+    After a rollback the loader continues from that position.
     """
 
     def __init__(
@@ -54,11 +54,11 @@ class Batches:
         self.loader = TrainLoader(dataset, order, data.num_workers, pin=self.device.type == "cuda")
         self.iterator: Iterator[Batch] = iter(())
         self.position: tuple[int, int, int] | None = None  # samples, rollbacks, steps that the iterator is at
-        self.rollout_steps, self.passes = 0, 0  # of the last step; forward passes that a sample is worth
-        self.seconds = 0.0  # waited for the loader in the last step
+        self.rollout_steps, self.passes = 0, 0  # of the last step; a sample's cost in forward passes
+        self.seconds = 0.0  # time that the last step waited for the loader
 
     def restart(self, step: int) -> None:
-        """Load again, from what `progress` says."""
+        """Load again, from the position in `progress`."""
         self.position = None
 
     def __len__(self) -> int:
@@ -111,16 +111,16 @@ def on_device(batches: Iterator[tuple[Tensor, Tensor]], device: torch.device) ->
 def wait_for_copy(copies: Batch, is_copied: torch.cuda.Event) -> Batch:
     current = torch.cuda.current_stream()
     current.wait_event(is_copied)
-    for tensor in copies:  # its memory is not given out again while this stream may read it
+    for tensor in copies:  # do not reuse its memory while this stream may read it
         tensor.record_stream(current)
     return copies
 
 
 def choose_global_batch(training: Training, smallest: int, progress: Progress) -> int:
-    """Return the samples of each step. -1 takes those of the checkpoint, or else `smallest`: those that all
-    ranks take at once.
+    """Return the samples of each step. -1: those of the checkpoint, or else `smallest`, the samples of one
+    micro-batch on all ranks.
 
-    Raises ConfigError if the checkpoint's cannot be divided among this number of ranks.
+    Raises ConfigError if the number in the checkpoint is not a multiple of `smallest`.
     """
     stored = progress.global_batch
     if training.global_batch_size == -1 and stored % smallest:

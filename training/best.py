@@ -1,4 +1,4 @@
-"""The best checkpoint by a named score, which stays in the run's folder.
+"""The best checkpoint by a named score, which is kept in the run's folder.
 
     best/step-00000300/   that checkpoint: hard links, which take no space while it is in checkpoints/ too
          best.json        {"score": ..., "value": ..., "step": ..., "basis": ...}
@@ -25,16 +25,16 @@ logger = logging.getLogger(__name__)
 
 
 class Best:
-    """Compares every validation by one score, the smaller the better. Used by all ranks together."""
+    """Selection of the best checkpoint by one score, the lower the better. Used by all ranks together."""
 
     def __init__(self, config: Config) -> None:
-        """Made before the first `restart`."""
+        """Create before the first `restart`."""
         self.folder, self.name = config.dump_folder / "best", config.checkpoint.keep_best
         self.basis = basis_of(config)
         self.value, self.step = math.inf, -1
 
     def judge(self, step: int, record: dict[str, float], checkpointer: Checkpointer) -> None:
-        """Compare the scores of a validation after `step`, the checkpoint of which has been started."""
+        """Compare the scores of a validation after `step`, for which a save has been started."""
         value = from_first_rank(lambda: record[self.name])  # the same number on all ranks
         if not value < self.value:  # NaN is no improvement
             return
@@ -51,12 +51,12 @@ class Best:
         value, best = read_best(self.folder / "best.json", self.name, self.basis)
         if best <= step:
             return value, best
-        logger.info(f"{self.name}: the best checkpoint is of step {best}, which is done again: it is removed")
+        logger.info(f"{self.name}: the best checkpoint is removed: its step {best} is repeated")
         remove_best(self.folder)
         return math.inf, -1
 
     def _keep(self, checkpoint: Path, step: int, value: float) -> bool:
-        """Link the new one, write best.json, remove the old one: in this order a kill loses none.
+        """Link the new one, write best.json, remove the old one: in this order a kill loses neither.
 
         Returns False if it cannot be kept.
         """
@@ -80,7 +80,7 @@ class Best:
 
 
 def basis_of(config: Config) -> str:
-    """Return what values of a score need in common: dates, first lead, members, and of val/loss the loss."""
+    """Return what comparable scores have in common: dates, first lead, members; for val/loss the loss."""
     data, training, validation = config.data, config.training, config.validation
     parts: list[Any] = [data.validation_period, min(validation.lead_hours, default=0)]
     if training.loss == "crps":
@@ -105,13 +105,13 @@ def read_best(file: Path, name: str, basis: str) -> tuple[float, int]:
 
 
 def is_same(checkpoint: Path, other: Path) -> bool:
-    """Return False if another checkpoint has the place of this one."""
+    """Return False if `other` is a different checkpoint."""
     manifests = checkpoint / MANIFEST, other / MANIFEST
     return not other.exists() or manifests[0].read_bytes() == manifests[1].read_bytes()
 
 
 def remove_best(folder: Path) -> None:
-    """Remove best.json, then the checkpoints: in this order a kill leaves none that is taken for the best."""
+    """Remove best.json, then the checkpoints: in this order a kill leaves none marked as the best."""
     (folder / "best.json").unlink(missing_ok=True)
     for step in complete_steps(folder):
         remove(step_folder(folder, step), even_if_read=True)

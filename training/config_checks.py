@@ -1,6 +1,6 @@
 """Check combinations of settings before any rank starts, without importing torch.
 
-Each refusal is one line: key, value, reason, fix. What a technique alone needs is checked in its own folder.
+Each refusal is one line: key, value, reason, fix. Settings of one technique are checked in its own folder.
 """
 
 from command_line import load_config
@@ -12,7 +12,7 @@ from models.registry import check_model
 from parallelisms.degrees import check_layout
 from training.losses.quantities import QUANTITIES, shifted_variable, terms_of
 
-# Of variables, if above 0. Float32 rounds 1e-46 to 0, a loss without gradient; cells divide weights further.
+# Smallest variable weight above 0: float32 rounds 1e-46 to 0, and cells divide weights further.
 SMALLEST_WEIGHT = 1e-30
 
 
@@ -41,7 +41,7 @@ def check(config: Config) -> None:
 
 
 def _check_profiling(profiling: Profiling) -> None:
-    """The profiler discards the step before those of a trace."""
+    """Check that the step before a trace, which the profiler discards, fits between two traces."""
     freq, steps = profiling.profile_freq, profiling.profile_steps
     if profiling.enable_profiling and freq <= steps:
         reason = f"a trace of {steps} steps needs one more before it; set it to {steps + 1} or more"
@@ -78,7 +78,7 @@ def _check_loss(training: Training) -> None:
 
 
 def _check_conserved(config: Config, variables: list[str]) -> None:
-    """Quantities the global mean of which no step of the model changes."""
+    """Check the quantities in model.conserve."""
     quantities = config.model.conserve
     for quantity in quantities:
         if quantity not in (*QUANTITIES, *variables):
@@ -88,20 +88,20 @@ def _check_conserved(config: Config, variables: list[str]) -> None:
             reason = "needs specific_humidity on two levels or more; add them, or take this out"
             refuse("model.conserve", quantity, reason)
         if lacking := [name for name in terms_of(quantity, variables) if name not in variables]:
-            reason = f"is made of {lacking[0]}, which is not among data.variables; add it, or take this out"
+            reason = f"needs {lacking[0]}, which is not in data.variables; add it, or take this out"
             refuse("model.conserve", quantity, reason)
     shifted = [shifted_variable(quantity, variables) for quantity in quantities]
     for quantity, variable in zip(quantities, shifted, strict=True):
         if shifted.count(variable) > 1:
-            reason = f"another one is kept by shifting {variable}, too; take one out"
+            reason = f"another quantity also shifts {variable}; take one out"
             refuse("model.conserve", quantity, reason)
     if quantities and config.model.predict != "change":
-        reason = 'is about the change over a step; set model.predict to "change"'
+        reason = 'needs the change over a step as output; set model.predict to "change"'
         refuse("model.conserve", list(quantities), reason)
 
 
 def _check_ensemble(config: Config) -> None:
-    """Members, the noise by which they differ, and the loss that makes something of that: all or none."""
+    """Check that members, noise and an ensemble loss are all set, or none of them."""
     training, noise, validated = config.training, config.model.noise_dim, config.validation.members
     if training.loss != "crps":
         fix = f'is for training.loss = "crps", and that is "{training.loss}"; set this to'
@@ -148,7 +148,7 @@ def _check_validation(validation: Validation, step_hours: int) -> None:
 
 
 def _check_best(config: Config) -> None:
-    """The score that decides which checkpoint is the best."""
+    """Check the score that selects the best checkpoint."""
     name, validation = config.checkpoint.keep_best, config.validation
     if not name:
         return

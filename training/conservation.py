@@ -1,7 +1,7 @@
-"""Conservation of global means (`model.conserve`) by outputs that ranks have in shards.
+"""Conservation of global means (`model.conserve`) for outputs that are sharded over ranks.
 
-models/conservation.py says what is conserved, and does it for whole fields. Ranks that share a sample add up
-their parts of its means, in the backward pass too.
+models/conservation.py defines it, for whole fields. Ranks that share a sample add up their parts of the
+means, also in the backward pass.
 
 Shapes: B batch, V variables, n of these that conserved quantities are made of, t tokens of C values.
 """
@@ -24,7 +24,7 @@ def build_conservation(
 ) -> ConservationProjection | None:
     """Return the projection of outputs, which are changes in units of their deviations; area (H,).
 
-    Raises DataError if a variable that it needs has no value in some cells: no mean is that of all then.
+    Raises DataError if a variable that it needs has missing cells, because the global mean is then unknown.
     """
     if not quantities:
         return None
@@ -39,7 +39,7 @@ def build_conservation(
 
 def refuse_missing(quantities: Sequence[str], name: str, index: int, statistics: Statistics) -> None:
     if statistics.missing is None:
-        return  # of a forecast: its training has passed this
+        return  # a forecast: the training has checked this
     counts, cells = statistics.missing[:, index], statistics.mean_field[0].size
     if number := int(((counts > 0) & (counts < cells)).sum()):
         raise DataError(

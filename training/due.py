@@ -1,4 +1,4 @@
-"""What is due after a step, and how many steps of the model a training step takes."""
+"""Schedules: actions that follow a step, and the number of model steps in a training step."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -22,7 +22,7 @@ class Due(NamedTuple):
 
 @dataclass(frozen=True)
 class Schedule:
-    """Numbers of steps between what is due; 0: never."""
+    """Intervals of the actions in steps; 0: never."""
 
     last: int  # the step that ends the run
     log: int
@@ -37,7 +37,7 @@ class Schedule:
         return cls(config.training.steps, config.metrics.log_freq, save, validate, best)
 
     def at(self, step: int, asked_to_stop: bool = False) -> Due:
-        """Return what is due after step `step`. The end of the run validates by itself."""
+        """Return the actions after step `step`, without the validation at the end of the run."""
         last, validate = step == self.last, every(self.validate, step)
         save = asked_to_stop or last or every(self.save, step)
         save = bool(self.save) and (save or (self.keeps_best and validate))
@@ -70,12 +70,12 @@ class Rollouts:
         return [length for length, begin, _ in self.stages() if begin < step][-1]
 
     def begins_stage(self, step: int) -> bool:
-        """Return whether the rollouts of training step `step` are not as long as those before."""
+        """Return True if the length of rollouts changes at training step `step`."""
         return step > 1 and self.at(step) != self.at(step - 1)
 
     def stages(self) -> list[tuple[int, int, int]]:
-        """Return each stage's length of a rollout, and the training steps before and after which it begins
-        and ends.
+        """Return for each stage the length of its rollouts, the training step after which it begins, and its
+        last step.
         """
         parts = len(self.lengths)
         borders = [self.steps * part // parts for part in range(parts + 1)]

@@ -13,20 +13,20 @@ class EMA:
     def __init__(
         self, parameters: dict[str, nn.Parameter], decay: float, after_exchange: Callable[[], None]
     ) -> None:
-        """after_exchange: called whenever weights and averages have changed places."""
+        """after_exchange: called after every swap of weights and averages."""
         self.parameters, self.decay, self.after_exchange = parameters, decay, after_exchange
         self.averages: dict[str, Tensor] = {name: p.detach().clone() for name, p in parameters.items()}
 
     @torch.no_grad()
     def update(self, step: int) -> None:
-        """Follow the weights after step `step` (from 1): faster early on, so that the start is forgotten."""
+        """Update the averages after step `step` (from 1), faster early on to forget the initial weights."""
         decay = min(self.decay, (1 + step) / (10 + step))
         for name, average in self.averages.items():
             average.lerp_(self.parameters[name].detach(), 1 - decay)
 
     @torch.no_grad()
     def restart(self, names: Iterable[str]) -> None:
-        """Set the averages of these parameters, where they have some, to the weights."""
+        """Set the averages of these parameters, if they have some, to the weights."""
         for name in self.averages.keys() & set(names):
             self.averages[name].copy_(self.parameters[name].detach())
 

@@ -1,7 +1,7 @@
-"""Comparison of the weights of replicas, which start alike and take the same averaged gradients.
+"""Comparison of the weights of replicas, which start equal and take the same averaged gradients.
 
-A device that computes wrong, memory that flips, or code that decides on one rank alone makes replicas train
-different models while the loss goes on falling. A fingerprint is the exact sum of a parameter's bits.
+With a faulty device, flipped bits in memory, or code that decides on one rank alone, replicas train different
+models while the loss continues to decrease. A fingerprint is the exact sum of a parameter's bits.
 """
 
 import os
@@ -24,21 +24,21 @@ MOST_NAMES = 3  # parameters in a message
 
 
 class ReplicasDiverged(RunFailed):
-    """Ranks have different bits in what should be the same weights."""
+    """Error of ranks with different bits in weights that should be equal."""
 
 
 class Fingerprints:
     """Compares every `INTERVAL` steps and before every save, all ranks together."""
 
     def __init__(self, model: ParallelModel) -> None:
-        self.last_equal = ""  # when all were
+        self.last_equal = ""  # description of the last step at which all were equal
         # "stage 0, fsdp 1, tp 0" -> the parameters of which this rank has that part
         self.parts: dict[str, dict[str, Tensor]] = {}
         for name, parameter in model.parameters.items():
             self.parts.setdefault(part_of(parameter, model.mesh.rank("pp")), {})[name] = parameter
 
     def restart(self, step: int) -> None:
-        """A checkpoint was compared before it was saved."""
+        """Note that the weights are equal after `step`: a checkpoint was compared before it was saved."""
         self.last_equal = f"after step {step}" if step else "as the run began"
 
     def compare(self, step: int, saves: bool) -> None:
@@ -59,9 +59,9 @@ class Fingerprints:
         odd_places = ", ".join(f"rank {rank} ({places[rank]})" for rank in odd)
         against = f"rank{'s' * (len(rest) > 1)} {', '.join(map(str, rest))}"
         more = f" and {len(names) - MOST_NAMES} more" if len(names) > MOST_NAMES else ""
-        hint = "" if len(rest) > len(odd) else ", and which of them is right cannot be told from two"
+        hint = "" if len(rest) > len(odd) else ", and two ranks alone do not show which is right"
         return (
-            f"step {step}: replicas have diverged: {odd_places} holds other bits than {against} in "
+            f"step {step}: replicas have diverged: {odd_places} has other bits than {against} in "
             f"{', '.join(names[:MOST_NAMES])}{more}{hint}; all were alike {self.last_equal}. A device that "
             "computes wrong or memory that flips does this, or code that decides on one rank alone. Start "
             "again to go on from the newest checkpoint, which was compared before it was saved; if the same "

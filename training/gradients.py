@@ -18,9 +18,9 @@ def autocast_cache_scope(device: torch.device) -> torch.autocast:
 
 
 def reduce_partial_gradients(parameters: Iterable[nn.Parameter]) -> None:
-    """Add up the gradients of which each rank has a summand: tensor parallelism leaves those of norms so.
+    """All-reduce partial gradients, which tensor parallelism leaves for norms.
 
-    Every operator on such a gradient would add it up again, and torch 2.11's clipping does not change it.
+    Every operator on a partial gradient would reduce it again, and torch 2.11's clipping does not change it.
     """
     for parameter in parameters:
         gradient = parameter.grad
@@ -60,7 +60,7 @@ class LossScaler:
 
     @property
     def may_overflow(self) -> bool:
-        """Return whether infinite gradients are the fault of the factor, and no bad step."""
+        """Return True if infinite gradients may be caused by the scale factor, and are not a bad step."""
         return self.factor > 1.0
 
     def unscale(self, parameters: Iterable[nn.Parameter]) -> None:

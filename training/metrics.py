@@ -22,10 +22,10 @@ from training.loggers.opening import Loggers, open_loggers
 from training.step import Run, StepResult
 
 logger = logging.getLogger(__name__)
-# Dense bf16 peaks in TFLOP/s (V100: fp16) by words of a name, from datasheets; the first that fits counts.
+# Dense bf16 peaks in TFLOP/s (V100: fp16) by words of a device name, from datasheets; the first match counts.
 PEAK_TFLOPS = {"H100 PCIe": 756.0, "H100 NVL": 835.0, "H200 NVL": 835.0, "GB200": 2500.0, "B200": 2250.0}
 PEAK_TFLOPS |= {"H100": 989.0, "H200": 989.0, "GH200": 989.0, "A100": 312.0, "V100": 125.0}
-SCORE = "val/loss"  # that every record of a validation has
+SCORE = "val/loss"  # a key of every validation record
 SECONDS_BETWEEN_LINES = 2.0  # steps can be faster than lines can be read; metrics.jsonl has every one
 
 
@@ -45,10 +45,10 @@ def memory_gib(device: torch.device) -> float:
 
 
 class Metrics:
-    """Collects device scalars without waiting for them; one rank writes them on logging steps."""
+    """Metrics of a run: scalars on the device, read and written by one rank on logging steps only."""
 
     def __init__(self, config: Config, run: Run, batches: Batches) -> None:
-        """Made before the first `restart`."""
+        """Create before the first `restart`."""
         self.config, self.steps, self.run, self.batches = config, config.training.steps, run, batches
         self.is_first, self.resume_step = dist.get_rank() == 0, 0
         self.device = run.assembly.model.device
@@ -61,7 +61,7 @@ class Metrics:
         self.last_line = 0.0
 
     def restart(self, step: int) -> None:
-        """Forget the records of steps after `step`, which are done again."""
+        """Forget the records of steps after `step`, which will be repeated."""
         written = self.journal.forget_after(step) if self.is_first else 0
         if self.loggers:
             self.loggers.call("restart", step)

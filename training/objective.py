@@ -26,7 +26,7 @@ from training.losses.weights import change_weights, mean_weights, relative_l2_we
 
 
 class Shards(NamedTuple):
-    """This rank's shard of a micro-batch: of the model's input, and by name of what its loss needs.
+    """This rank's shard of a micro-batch: the model's input, and the tensors of its loss by name.
 
     targets: "target", the expected output; "weights" of each of its errors. Each has the shape of the model's
     output.
@@ -57,7 +57,7 @@ class Objective:
         self.area = torch.tensor(area, dtype=torch.float32, device=model.device)
         number, forcing = len(normalizer.mean), normalizer.num_forcing
         given = training.variable_weights and (*training.variable_weights, *[0.0] * forcing)
-        # The mean is that over the predicted ones.
+        # The mean is taken over the predicted variables.
         weights = torch.tensor(given or [1.0] * number, device=model.device) * (number / (number - forcing))
         if training.weight_by_change:
             power = 1 if self.by_variable else self.penalty.power
@@ -71,7 +71,7 @@ class Objective:
             self.variables_of_output = self._variables_of_output()
         self._sum_of_costs: Callable[..., Tensor] = partial(sum_of_costs, penalty=self.penalty, dim=dim)
         if config.compile.enable:
-            # One graph each: operator by operator, fields are read and written four times as often.
+            # One graph each: uncompiled operators read and write fields four times as often.
             self.cut_step = compiled(self._cut_step)
             self._sum_of_costs = compiled(partial(fused_sum_of_costs, penalty=self.penalty, dim=dim))
 
@@ -84,7 +84,7 @@ class Objective:
         return keys_of_members(self.seed, step, times, self.members)
 
     def draw_noise(self, keys: Tensor, times: Tensor) -> list[Tensor]:
-        """Return the noise (B M, N, H, W) of a step from `times` (B,), if the model is given some."""
+        """Return the noise (B M, N, H, W) of a step from `times` (B,), if the model takes noise."""
         return self.conditions.draw(keys, self.repeat_members(times))
 
     def cut(self, fields: Tensor, times: Tensor, *noise: Tensor) -> Shards:
@@ -134,7 +134,7 @@ class Objective:
         return costs.sum()
 
     def _variables_of_output(self) -> Tensor:
-        """Return the number of the variable of each position along `variable_dim`."""
+        """Return the index of the variable at each position along `variable_dim`."""
         numbers = torch.arange(len(self.variable_weights), dtype=torch.float32, device=self.area.device)
         fields = numbers[:, None, None].expand(1, -1, *self.meta_model.grid_shape)
         output = self.meta_model.from_fields(fields)[0]
@@ -142,7 +142,7 @@ class Objective:
 
     def loss_of_fields(self, predicted: Tensor, truth: Tensor) -> Tensor:
         """Return the loss of whole physical fields of one date: (M, V, H, W) against (1, V, H, W)."""
-        activity.progress()  # a validation may take its time, batch by batch
+        activity.progress()  # each batch of a validation counts as progress for the watchdog
         target, mask = self.normalizer.normalize_target(truth)
         scale = self.normalizer.output_scale
         weights = self._weights(target, mask).mul_(scale.pow(self.penalty.power) / len(predicted))

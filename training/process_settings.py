@@ -21,7 +21,7 @@ ENOUGH = 8e9  # bytes of the host for a rank, below which a fifth more in the he
 def seed_step(seed: int, step: int, dp_rank: int) -> None:
     """Seed the random numbers of a step (stochastic depth), equally on ranks that share a sample.
 
-    So no generator has to be saved in a checkpoint. Initial weights and sample order have seeds of their own.
+    Checkpoints therefore need no generators. Initial weights and sample order have seeds of their own.
     """
     torch.manual_seed(((seed * 1_000_003 + step) * 65_537 + dp_rank) % 2**63)
 
@@ -35,7 +35,7 @@ def set_determinism(deterministic: bool) -> None:
 
 
 def retain_memory(device: torch.device) -> None:
-    """Keep freed memory for the next step: glibc would return it, and each step fetch it page by page.
+    """Keep freed memory for the next step: glibc would return it, and each step would fault its pages again.
 
     Only in this process, and only where each rank has enough memory. No effect with another C library.
     """
@@ -50,10 +50,10 @@ def host_memory() -> int:
 
 @contextmanager
 def return_memory(device: torch.device) -> Iterator[None]:
-    """Return to the system what the steps have left, and what is freed inside.
+    """Return the freed memory of steps to the system, and memory that is freed inside the context.
 
-    Steps are alike and reuse each other's memory. Fields of other sizes do not, and the heap would keep both:
-    10 GB for 6 in a validation of 65 fields at 721 x 1440.
+    Steps reuse each other's memory. Fields of other sizes do not, and the heap would keep both: 10 GB instead
+    of 6 in a validation of 65 fields at 721 x 1440.
     """
     if device.type != "cpu":
         yield

@@ -12,7 +12,7 @@ from torch.profiler import ProfilerActivity, profile, schedule
 from config import Config, Profiling
 
 logger = logging.getLogger(__name__)
-# Each recording is written and dropped: torch warns of that.
+# Each recording is written and dropped, about which torch warns.
 warnings.filterwarnings("ignore", message=".*Profiler clears events at the end of each cycle")
 WARMUP_STEPS = 1  # starting the profiler is slow: its first step is discarded
 
@@ -52,7 +52,7 @@ class Profiler:
         self.step_number = step
 
     def step(self, number: int) -> None:
-        """Tell the profiler that step `number` has ended."""
+        """Mark the end of step `number`."""
         self.step_number = number
         if isinstance(self.profile, profile):
             self.profile.step()

@@ -1,6 +1,6 @@
-"""Where a run continues: at its start, new or resumed, and when it goes back over bad steps.
+"""Start of a run, new or resumed, and rollback after bad steps.
 
-All that remembers steps stands in one list, and continues from a step by one method.
+All objects that remember steps are in one list, and continue from a step by one method.
 """
 
 import logging
@@ -51,12 +51,12 @@ class Restartable(Protocol):
     """An object that remembers steps."""
 
     def restart(self, step: int) -> None:
-        """Continue after `step`: forget what later steps have left. Called by all ranks together."""
+        """Continue after `step`, and forget all later steps. Called by all ranks together."""
 
 
 class Restart:
-    """All that remembers steps, in the order in which it continues from a step: at the start of a run, new or
-    resumed, and when it goes back over bad steps.
+    """Objects that remember steps, in the order in which they continue from a step: at the start of a run,
+    new or resumed, and at a rollback.
     """
 
     def __init__(self, checkpointer: Checkpointer | None, state: TrainState, *others: Restartable) -> None:
@@ -71,10 +71,10 @@ class Restart:
             part.restart(self.state.progress.step)
 
     def roll_back(self) -> None:
-        """Go back to the newest checkpoint that a good step followed, and take the samples in another order.
+        """Go back to the newest checkpoint with a good step after it, and take the samples in another order.
 
         Later checkpoints are removed, because their weights led to bad steps. Raises TrainingDiverged if
-        there is no earlier one, or the run has been there before.
+        there is no such checkpoint, or the run has gone back to it before.
         """
         bad_steps, progress = self.state.bad_steps, self.state.progress
         step = self.checkpointer.newest(bad_steps.first - 2) if self.checkpointer else None

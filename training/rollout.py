@@ -1,10 +1,10 @@
-"""Gradients of a micro-batch: of one step of the model, or of forecasts of several steps, step by step.
+"""Gradients of a micro-batch, for one model step or for a rollout of several steps.
 
-First the forecast is made, as forecast.py makes it, and the window of each step is stored: the state that the
-step starts from and, with data.history, those before it. Then the steps are repeated from the last to the
-first, each with a forward and a backward pass as in any training step; each passes the gradient with respect
-to its window to the step before. So every layout that takes one step can take many, and a further step costs
-the memory of one window and a forward pass.
+First the forecast is computed as in forecast.py, and the window of each step is stored: the initial state of
+the step and, with data.history, the states before it. Then the steps are repeated from the last to the first,
+each with an ordinary forward and backward pass, and each passes the gradient of its window to the previous
+step. Therefore rollouts work on every layout, and each further step costs the memory of one window and one
+forward pass.
 
 Shapes: B batch, M members of each sample (1 without an ensemble), h states of a window
 (datasets/field_dataset.py), R steps, V variables, H latitudes, W longitudes.
@@ -24,8 +24,8 @@ from verification.rollout import rollout
 
 
 def forward_backward(objective: Objective, step: int, batch: Batch, scale: float, is_last: bool) -> Tensor:
-    """Return this rank's part of the loss of a micro-batch of training step `step`: the mean over the
-    steps of its rollout. Gradients are those of scale x loss. is_last: they are reduced over all ranks.
+    """Return this rank's part of the loss of a micro-batch of training step `step`, averaged over the steps
+    of its rollout. Gradients are those of scale x loss. is_last: reduce them over all ranks.
     """
     num_steps = batch.fields.shape[1] - objective.normalizer.history
     if num_steps == 1:
@@ -60,7 +60,7 @@ def one_step(objective: Objective, step: int, batch: Batch, scale: float, is_las
 
 
 def seed_rollout_step(seed: int, number: int) -> None:
-    """Seed stochastic depth for step `number` of a rollout, so that its repetition draws the same."""
+    """Seed stochastic depth for step `number` of a rollout, so that its repetition draws the same masks."""
     torch.manual_seed((seed * 1_000_003 + number) % 2**63)
 
 
@@ -70,8 +70,8 @@ def forecast(
 ) -> list[Tensor]:
     """Return the normalised windows (B M, h V, H, W) that each of R steps starts from.
 
-    start (B, h V, H, W): physical, of `times` (B,); truths (B, R, V, H, W): the states that follow, of which
-    is taken what is known of them; keys (B M,): of the noise.
+    start (B, h V, H, W): physical, at `times` (B,); truths (B, R, V, H, W): the following states, from which
+    known values are taken; keys (B M,): of the noise.
     """
     numbers = count()
 
@@ -91,8 +91,8 @@ def forecast(
 
 
 class StepBack:
-    """A step of a rollout, given the gradient `later` of the loss of all steps after it with respect to the
-    window that it leads to.
+    """Backward pass of one step of a rollout. `later` is the gradient of the loss of all later steps with
+    respect to the next window.
     """
 
     def __init__(
@@ -113,19 +113,19 @@ class StepBack:
         self.window, self.later = window, later
         inputs, targets = objective.cut_step(window, truth, times, *noise)
         self.functions_of_window = (inputs, targets["target"])
-        # Detached: the micro-batches of a pipeline would each go back through the cut of them all.
+        # Detached: each micro-batch of a pipeline would otherwise run backward through the cut of all.
         self.inputs = inputs.detach().requires_grad_(window.requires_grad)
         self.targets = {name: each.detach() for name, each in targets.items()}
         if later is not None:
             of_state = self.normalizer.newest(later) * self.normalizer.output_scale
-            of_state[:, self.normalizer.forcing] = 0  # these are not from the output
+            of_state[:, self.normalizer.forcing] = 0  # forcing variables do not come from the output
             of_output = objective.meta_model.from_fields(of_state, with_zeros=True)
             self.targets["later"] = self.model.shards.cut_output(of_output)
         self.output_gradients: list[Tensor] = []  # of its own loss, of each micro-batch of a pipeline
 
     def run(self, share: float, scale: float, is_last: bool) -> Tensor:
-        """Forward and backward, of its own loss and of those of later steps; return this rank's part of its
-        own, times its `share` of the rollout's.
+        """Run forward and backward for the loss of this step and of later steps. Return this rank's part of
+        the loss of this step, times its `share` of the rollout's loss.
         """
         self.factor = scale * self.model.mesh.degrees.cp  # as in ParallelModel.forward_backward
 
@@ -145,8 +145,8 @@ class StepBack:
         of_inputs, of_target = (torch.zeros_like(function) for function in self.functions_of_window)
         if self.inputs.grad is not None and self.model.mesh.rank("tp") == 0:  # tp ranks have the same
             of_inputs += self.inputs.grad / self.factor
-        if self.output_gradients:  # a loss depends on the difference between output and target alone
-            # In its first batch a pipeline of torch 2.13 goes through the loss once more before.
+        if self.output_gradients:  # a loss depends only on output - target
+            # A pipeline of torch 2.13 calls the loss once more at the start of its first batch.
             of_target -= torch.cat(self.output_gradients)[-len(of_target) :] / self.factor
         parts = zip(self.functions_of_window, (of_inputs, of_target), strict=True)
         functions, gradients = zip(*(pair for pair in parts if pair[0].requires_grad), strict=True)

@@ -1,4 +1,4 @@
-"""A run's folder: one run at a time writes into it, and finds there what the run before has left."""
+"""Folder of a run: only one run at a time writes into it; it has the files of previous starts."""
 
 import fcntl
 import json
@@ -25,13 +25,13 @@ from parallelisms.degrees import Degrees
 from parallelisms.mesh import from_first_rank
 
 logger = logging.getLogger(__name__)
-PATIENCE = 5.0  # seconds that the run before may still need to end
+PATIENCE = 5.0  # seconds to wait for the end of the previous run
 
 
 class RunFolder:
-    """The folder of this run. Made by all ranks together; until `release` no other run writes into it.
+    """The folder of this run, created by all ranks together and locked until `release`.
 
-    Raises ConfigError if another run does, or the weights of the checkpoints there mean something else.
+    Raises ConfigError if another run has the lock, or if the checkpoints there have another identity.
     """
 
     def __init__(self, config: Config, selection: Selection) -> None:
@@ -46,7 +46,7 @@ class RunFolder:
         return self.before and self.before.statistics
 
     def begin(self, step: int, layout: dict[str, int]) -> None:
-        """Write the configuration, and a line of starts.jsonl: the first step, where and when."""
+        """Write the configuration, and a line of starts.jsonl: first step, place and time."""
         if dist.get_rank():
             return
         for warning in start_warnings(self.config, Degrees(**layout).uses_fsdp):
@@ -60,7 +60,7 @@ class RunFolder:
             ) from None
 
     def _start(self, step: int, layout: dict[str, int]) -> dict[str, Any]:
-        """Describe this start. `reached`: the last logged step; those after `step` are done again."""
+        """Return the record of this start. `reached`: the last logged step, later ones are repeated."""
         records = read_records(self.path / "metrics.jsonl")
         return {
             "step": step,
@@ -74,7 +74,7 @@ class RunFolder:
         }
 
     def open_checkpoints(self, statistics: Statistics, layout: dict[str, Any]) -> Checkpointer | None:
-        """Open the checkpoints of the run, the manifests of which contain its layout and identity.
+        """Open the checkpoints of the run, with its layout and identity for their manifests.
 
         Returns None if it saves none.
         """
@@ -89,7 +89,7 @@ class RunFolder:
 
 
 def start_warnings(config: Config, is_sharded: bool = True) -> list[str]:
-    """Return what is allowed and may waste the run, a line each. is_sharded: FSDP shards the parameters."""
+    """Return warnings about settings that may waste the run. is_sharded: FSDP shards the parameters."""
     warnings, schedule, steps = [], config.lr_scheduler, config.training.steps
     unused = {
         "parallelism.cpu_offload": config.parallelism.cpu_offload,
@@ -100,7 +100,7 @@ def start_warnings(config: Config, is_sharded: bool = True) -> list[str]:
         warnings.append(f"{', '.join(names)}: no effect, because FSDP shards nothing on this layout")
     if not config.checkpoint.enable:
         warnings.append(
-            "checkpoint.enable = false: nothing of this run is kept, and starting it again begins from the "
+            "checkpoint.enable = false: this run saves nothing, and starting it again begins from the "
             "first step"
         )
     if schedule.warmup_steps > steps:
@@ -112,7 +112,7 @@ def start_warnings(config: Config, is_sharded: bool = True) -> list[str]:
 
 
 def lock_folder(folder: Path) -> IO[str]:
-    """Make a folder if needed, and lock it as long as the returned file is open. Raises ConfigError."""
+    """Create a folder if needed, and lock it until the returned file is closed. Raises ConfigError."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         file, deadline = (folder / ".lock").open("a"), time.monotonic() + PATIENCE
@@ -130,6 +130,6 @@ def lock_folder(folder: Path) -> IO[str]:
             time.sleep(0.1)
         except OSError as error:
             logger.warning(
-                "%s: cannot be locked (%s); take care that no other run writes there", folder, error
+                "%s: cannot be locked (%s); make sure that no other run writes there", folder, error
             )
             return file

@@ -1,4 +1,4 @@
-"""The samples of a run: dates of its periods, and the statistics of the one it trains on."""
+"""Samples of a run: the dates of its periods, and the statistics of the training period."""
 
 import logging
 from collections.abc import Sequence
@@ -18,7 +18,7 @@ logger = logging.getLogger("rossby")
 
 
 class Samples:
-    """Made by all ranks together. Fields are kept in memory where they take at most `data.cache_gib`."""
+    """Samples of all periods, created by all ranks together; kept in memory up to `data.cache_gib`."""
 
     def __init__(
         self,
@@ -27,9 +27,9 @@ class Samples:
         folder: Path,
         trained: Numbers | None = None,
     ) -> None:
-        """folder: the run's, which keeps the statistics; trained: those that its checkpoints were made with.
+        """folder: the run's, for the statistics file; trained: the statistics of its checkpoints.
 
-        DataError: the training dates are not those any more.
+        Raises DataError if the training dates have changed.
         """
         self.selection, variables = selection, selection.variables
         dates = np.union1d(selection.train, selection.validation)
@@ -40,7 +40,7 @@ class Samples:
         self.statistics = load_or_count(folder / "statistics.npz", source, trained)
 
     def dataset(self, period: str, later: Sequence[int]) -> FieldDataset:
-        """Samples of a window and the dates t + later x step in a period."""
+        """Return samples of a window and the dates t + later x step in a period."""
         chosen = self.selection.samples(period, later)
         logger.info(self.selection.describe(period, chosen))
         return FieldDataset(self.archive, self.selection.variables, chosen, self.selection.history)
@@ -48,8 +48,8 @@ class Samples:
     def dataset_by_lead(
         self, period: str, leads: Sequence[int], limit: int = 0, history: int = 1
     ) -> FieldDataset:
-        """Samples of a window of `history` states and what follows after each lead, NaN where that is not
-        there. With a limit every rank may read other ones.
+        """Return samples of a window of `history` states and the state at each lead, NaN where it is missing.
+        With a limit, ranks may read different samples.
         """
         chosen = self.selection.samples_by_lead(period, leads, limit, history)
         if not limit:

@@ -1,6 +1,6 @@
-"""Statistics of the training period, counted by all ranks together: each reads its part of the dates.
+"""Statistics of the training period, computed by all ranks together: each reads its part of the dates.
 
-No rank waits for another for longer than a round.
+Ranks synchronise after each round, so that none waits for another for longer than a round.
 """
 
 from dataclasses import replace
@@ -31,10 +31,10 @@ ROUND_SECONDS = 5.0
 
 
 def load_or_count(cache: Path, source: Source, trained: Numbers | None = None) -> Statistics:
-    """Return the statistics of a source from the file `cache`; if it is of other data, count and write them.
+    """Return the statistics of a source from the file `cache`; if it is of other data, compute and write them.
 
-    Called by all ranks. trained: those that the run's weights were trained with; they stay, whatever dates
-    were added since. Raises DataError if the fields of their dates have changed.
+    Called by all ranks. trained: the statistics with which the run's weights were trained; they are used even
+    if dates were added since. Raises DataError if the fields of their dates have changed.
     """
     if trained:
         found, dates = from_first_rank(lambda: stored_as_trained(cache, source, trained))
@@ -52,9 +52,9 @@ def load_or_count(cache: Path, source: Source, trained: Numbers | None = None) -
 
 
 def count_together(source: Source) -> Statistics:
-    """Called by all ranks, which end with the same statistics.
+    """Compute the statistics on all ranks together; the result is the same on all.
 
-    DataError, on all ranks: a field that one of them cannot read, or that is no weather.
+    Raises DataError on all ranks if one of them cannot read a field, or its values are impossible.
     """
     rank, group = dist.get_rank(), cpu_group()  # on the CPU, where the sums are
     shift = from_first_rank(lambda: first_shift(source))
@@ -67,7 +67,7 @@ def count_together(source: Source) -> Statistics:
 
 
 def rounds(counting: Counting, bar: tqdm, group: dist.ProcessGroup) -> None:
-    """Count until no rank has a date left. UserError, on all ranks: what one of them met."""
+    """Read dates until no rank has any left. A UserError of one rank is raised on all."""
     left, before = 1, counting.left
     while left:
         on_all_ranks(lambda: counting.go_on(ROUND_SECONDS))
@@ -80,7 +80,7 @@ def rounds(counting: Counting, bar: tqdm, group: dist.ProcessGroup) -> None:
 
 
 def add_over_ranks(sums: Sums, group: dist.ProcessGroup) -> None:
-    """Give every rank the sums of all. Fields are sent one variable at a time: together they may be large."""
+    """Add the sums of all ranks. Fields are sent one variable at a time: together they may be large."""
     if group.size() == 1:
         return
     sums.count = sums.count + np.zeros(sums.total.shape, np.int64)

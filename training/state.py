@@ -1,4 +1,4 @@
-"""The state of a run: what a checkpoint contains, and how it is restored on any layout.
+"""State of a run: the content of a checkpoint, and how it is restored on any layout.
 
 Names are the model's own; sharded tensors are DTensors, so that another layout can load them. The order of
 samples and all random numbers are functions of (seed, step): no generator has to be saved.
@@ -34,18 +34,18 @@ class Progress:
     step: int = 0
     samples: int = 0
     global_batch: int = 0  # samples of the last step; 0: no step was taken
-    rollbacks: int = 0  # how often the run went back to a checkpoint to take other samples
+    rollbacks: int = 0  # number of times that the run went back to a checkpoint to take other samples
     went_back_to: int = -1  # the step of the last of these checkpoints
 
     def advance(self, samples: int) -> None:
-        """Count one step, of so many samples."""
+        """Count one step of `samples` samples."""
         self.step, self.samples, self.global_batch = self.step + 1, self.samples + samples, samples
 
     def state_dict(self) -> dict[str, Tensor]:
         return {name: torch.tensor(value) for name, value in vars(self).items()}
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Take the values that are there; the others keep theirs."""
+        """Set the values that the state has; the others stay unchanged."""
         for name in vars(self).keys() & state.keys():
             setattr(self, name, int(state[name]))
 
@@ -92,7 +92,7 @@ class TrainState:
         }
 
     def allocate_moments(self, stored: Iterable[str]) -> None:
-        """Make the optimiser's tensors that a checkpoint has of this rank's parameters, with their shards."""
+        """Allocate the optimiser's tensors of this rank's parameters that a checkpoint has, sharded alike."""
         own = {p for group in self.optimizer.param_groups for p in group["params"]}
         for key in stored:
             part, _, rest = key.partition(".")
@@ -102,12 +102,12 @@ class TrainState:
                 self.optimizer.state[parameter][moment] = empty_moment(self.optimizer, parameter, moment)
 
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
-        """Take over what is no tensor of the run; the tensors of `state_dict` were filled in place."""
+        """Set the values that are not tensors of the run; `load` has filled the tensors of `state_dict`."""
         train = {name.removeprefix("train."): tensor for name, tensor in state.items()}
         self.progress.load_state_dict(train)
         if "scaler.factor" in train:
             self.scaler.load_state_dict(train)
-        if self.average:  # of what had none: parts of lora.also_train may be new
+        if self.average:  # of parameters without one: parts of lora.also_train may be new
             self.average.restart(name for name in self.parameters if f"ema.{name}" not in state)
 
     def restart_average(self) -> None:
@@ -117,7 +117,7 @@ class TrainState:
 
 
 def build_state(config: Config, assembly: Assembly) -> TrainState:
-    """Return the state before the first step of a model that has its weights."""
+    """Return the state before the first step of a model with initial weights."""
     training, model = config.training, assembly.model
     products = torch.float32 if training.mixed_precision_param == "float32" else torch.bfloat16
     optimizer = build_optimizer(model.own_parameters(), config.optimizer, shared_sums(model), products)
@@ -130,7 +130,7 @@ def build_state(config: Config, assembly: Assembly) -> TrainState:
 
 
 def shared_sums(model: ParallelModel) -> SharedSums:
-    """Return sums over all ranks of each one's parts of the parameters; with ZeRO-1 one rank updates each."""
+    """Return sums over all ranks of their parts of parameters; with ZeRO-1 one rank updates each."""
     degrees, own = model.mesh.degrees, model.own_parameters()
     names = [canonical(name) for name, _ in model.meta_model.named_parameters()]
     return SharedSums(names, own, 1 if model.zero1 else degrees.world // degrees.pp, model.device)

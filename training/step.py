@@ -27,14 +27,14 @@ from training.state import TrainState
 
 
 class MicroBatches(Protocol):
-    """A list of batches, or an object that loads them."""
+    """Sized iterable of micro-batches: a list, or an object that loads them."""
 
     def __len__(self) -> int: ...
     def __iter__(self) -> Iterator[Batch]: ...
 
 
 class Run:
-    """Everything that a training step works on."""
+    """Objects that a training step uses."""
 
     def __init__(
         self,
@@ -43,7 +43,7 @@ class Run:
         state: TrainState,
         area: np.ndarray,
         global_batch: int,
-        checkpointer: Checkpointer | None = None,  # a save of which may still be copying the weights
+        checkpointer: Checkpointer | None = None,  # its save may still be copying the weights
     ) -> None:
         """area (H,): weights of the rows; global_batch: samples of a step over all ranks."""
         training, schedule = config.training, (config.optimizer, config.lr_scheduler)
@@ -54,7 +54,7 @@ class Run:
         self.fingerprints = Fingerprints(assembly.model)
 
     def restart(self, step: int) -> None:
-        """Forget what was measured in steps after `step`."""
+        """Forget the measurements of steps after `step`."""
         self.fingerprints.restart(step)
 
 

@@ -1,4 +1,4 @@
-"""Validation of a run: forecasts from every date of the validation period, next to free baselines."""
+"""Validation of a run: scores of forecasts from every date of the validation period, and of baselines."""
 
 import logging
 import time
@@ -25,7 +25,7 @@ logger = logging.getLogger(__name__)
 
 
 class Validator:
-    """Scores the averaged weights if there are any, and the trained ones as "raw weights" next to them.
+    """Scores of the averaged weights if there are any, with those of the trained ones as "raw weights".
 
     Its methods are called by all ranks together.
     """
@@ -69,12 +69,12 @@ class Validator:
             self.baselines = fit_baselines(fitted, mean_field, area, leads, batch_size, *cache)
 
     def seconds_due(self, step: int) -> float:
-        """Return the time of validations that are due after `step` and the next one, by the last of them."""
+        """Return the estimated time of validations that are due after `step` and the next one."""
         due = [every(self.settings.interval, each) for each in (step, step + 1)]
         return self.seconds * sum(due)
 
     def restart(self, step: int) -> None:
-        """Forget the scores of steps after `step`, and validate its weights if that was due and not done."""
+        """Forget the scores of steps after `step`, and validate `step` if that was due and is missing."""
         self.validated = None
         if self.best:
             self.best.restart(step)
@@ -82,9 +82,9 @@ class Validator:
             self.validate(step)
 
     def validate(self, step: int, is_last: bool = False) -> Scores | None:
-        """Score the weights after `step`, once, write the scores, and compare them with the best so far.
+        """Score the weights after `step` once, write the scores, and compare them with the best so far.
 
-        Returns None if nothing is validated. Plots after the last step.
+        Returns None without validation. Plots after the last step.
         """
         if self.validation is None:
             return None

@@ -1,4 +1,4 @@
-"""The loggers of a run, besides metrics.jsonl: which of them a rank opens; a logger that fails."""
+"""Loggers of a run besides metrics.jsonl: opening them on each rank, and handling of failures."""
 
 import logging
 import os
@@ -47,10 +47,10 @@ def address_and_port(text: str) -> tuple[str, int]:
 
 
 class Loggers:
-    """Loggers by name. The first error of one is a warning, and its end; the run goes on.
+    """Loggers by name. After its first error a logger is closed with a warning; the run continues.
 
-    A logger has the methods log(record) and close(), and may have restart(step), after which later steps come
-    again.
+    A logger has the methods log(record) and close(), and may have restart(step), after which later steps are
+    repeated.
     """
 
     def __init__(self) -> None:

@@ -24,7 +24,7 @@ class StoredRun:
         write_durably(path, json.dumps({"id": self.id, "store": store, "last_step": self.last}))
 
     def lacks(self, step: int) -> bool:
-        """Return whether the store has to get this step: a repeated one stays as it is."""
+        """Return True if the store does not have this step; repeated steps are not sent again."""
         self.newest = max(self.newest, step)
         return step > self.last
 

@@ -14,7 +14,7 @@ from torch import Tensor
 class Penalty:
     """A penalty function and its slope. Members of an ensemble are the last dim of errors (`by_member`)."""
 
-    power: int  # of an error's size by which its penalty grows
+    power: int  # the penalty grows with this power of the error
     cost: Callable[[Tensor], Tensor]
     slope_: Callable[[Tensor], Tensor]  # in place: overwrites the error
 
@@ -23,8 +23,8 @@ SQUARE = Penalty(2, torch.square, lambda error: error.mul_(2))
 ABSOLUTE = Penalty(1, torch.abs, Tensor.sign_)
 
 # Lang et al. 2024, "AIFS-CRPS: Ensemble forecasting using a model trained with a loss function based on the
-# Continuous Ranked Probability Score": the fraction of the fair CRPS; the rest is the plain one. The fair one
-# alone (1) is indifferent to the position of one member while all others are right.
+# Continuous Ranked Probability Score": the fraction of the fair CRPS; the rest is the plain one. The fair CRPS
+# alone (1) does not depend on the position of one member if all others equal the truth.
 ALMOST_FAIR = 0.95
 
 

@@ -19,8 +19,8 @@ def sum_of_costs(
 ) -> Tensor:
     """Return the weighted sum of the penalties of a shard's errors, (B,). All arguments are (B, ...).
 
-    dim: one that is not summed over, (B, size). Computed in float32, one sample at a time: errors of a whole
-    batch of fields would be five copies of it.
+    dim: a dim that is kept, (B, size). Computed in float32, one sample at a time, because the errors of a
+    whole batch would take five times its memory.
     """
     return SumOfCosts.apply(output, target, weights, penalty, dim)  # type: ignore[return-value]
 
@@ -63,6 +63,6 @@ def root_loss(squares: Tensor, number: int, sum_over_shards: Callable[[Tensor], 
     d sqrt(S) = dS / (2 sqrt(S)), while S_shard / sqrt(S) has the right value and twice that gradient.
     """
     total = sum_over_shards(squares.detach().clone())
-    # A variable without any value has weights of 0, and a gradient of 0, not of 0 times infinity.
+    # A variable without any value has weights 0; its gradient must be 0, not 0 times infinity.
     part = torch.where(total > 0, squares / total.sqrt().clamp_min(TINY), 0.0).sum() / number
     return part / 2 + (part / 2).detach()

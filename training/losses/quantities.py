@@ -1,4 +1,4 @@
-"""Quantities the global mean of which can be conserved: weighted sums of variables.
+"""Quantities with a global mean that can be conserved: weighted sums of variables.
 
 A quantity has the name of a variable, for that variable's own mean, or a name in `QUANTITIES`. The vertical
 integral of a column of air is the trapezoidal rule over the predicted pressure levels, from the lowest to the
@@ -46,7 +46,7 @@ def shifted_variable(quantity: str, variables: Sequence[str]) -> str:
 
 
 def variables_of(quantities: Sequence[str], variables: Sequence[str]) -> list[str]:
-    """Return the variables that any of the quantities is a sum of, each once."""
+    """Return the variables in the sums of the quantities, each once."""
     return list(dict.fromkeys(name for each in quantities for name in terms_of(each, variables)))
 
 

@@ -19,7 +19,7 @@ def mean_weights(mask: Tensor, area: Tensor, variable_weights: Tensor) -> Tensor
     """
     weights = mask * area[:, None]  # (B, V, H, W)
     total = weights.sum(dim=(-2, -1), keepdim=True).clamp_min(TINY)  # (B, V, 1, 1)
-    # In place: three more fields of the size of the batch otherwise.
+    # In place, to avoid three more tensors of the size of the batch.
     return weights.div_(total).mul_(variable_weights[:, None, None] / (mask.shape[0] * mask.shape[1]))
 
 

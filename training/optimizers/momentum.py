@@ -6,7 +6,7 @@ outside the momentum, as in torch.optim.SGD.
 """
 
 # pyright: reportPrivateImportUsage=false
-# torch's foreach and fused kernels have private names; its own optimizers consist of them.
+# torch's foreach and fused kernels, which its own optimizers use, have private names.
 
 import torch
 from torch import Tensor, nn

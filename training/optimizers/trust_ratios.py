@@ -14,8 +14,8 @@ LARGEST = 10.0  # You et al. 2020 leave the bound open; DeepSpeed's LAMB has the
 class SharedSums:
     """Sums over all ranks of numbers computed from each rank's parts of parameters.
 
-    One all-reduce for all parameters over all ranks, replicas included, which so have the same bits on any
-    machine. A part that several ranks have counts once.
+    One all-reduce for all parameters over all ranks, including replicas, which therefore get the same bits on
+    any machine. A part that several ranks have is counted once.
     """
 
     def __init__(
@@ -33,7 +33,7 @@ class SharedSums:
     def __call__(self, parameters: Sequence[nn.Parameter], numbers: Tensor) -> Tensor:
         """Return the sums (N, K) over all ranks, float64, of K numbers of each of N parameters.
 
-        Every rank has to call it, also one without such a parameter.
+        All ranks must call it, even those without such a parameter.
         """
         numbers = numbers.double()
         if dist.get_world_size() == 1:
