@@ -1,4 +1,4 @@
-"""Activation checkpointing: what a block saves for its backward pass, and what it recomputes.
+"""Activation checkpointing: the tensors that a block saves for its backward pass or recomputes.
 
 Sizes are in units of T d: tokens x width numbers of the compute dtype, derived in
 docs/speed.md. A mode replaces `forward` on the instance, or sets how many blocks the model
@@ -47,7 +47,7 @@ ATTENTIONS = {
     "rossby::ring_attention",  # its sends are not repeated either
 }
 
-THIN = 8  # a matrix is thin if its features out are more than 8 times those in: adapters; an MLP has 4 times
+THIN = 8  # out_features / in_features above which a matrix is thin, as in adapters; in an MLP it is 4
 
 
 def apply_activation_checkpoint(
@@ -55,14 +55,14 @@ def apply_activation_checkpoint(
 ) -> None:
     """Change what the blocks of `model` save, in place; after tensor parallelism, before compile and FSDP.
 
-    none: all that autograd asks for; full: each block's input; every_n_blocks: the input of every n-th block,
-    n blocks recomputed as one; selective: outputs of matmuls and of attention. compiled: blocks will be.
+    none: everything that autograd needs; full: the input of each block; every_n_blocks: the input of every
+    n-th block; selective: outputs of matmuls and attention. compiled: True if blocks will be compiled.
     """
     mode, every_n = settings.mode, settings.every_n_blocks
     if mode == "full" and compiled and any(isinstance(p, DTensor) for p in model.parameters()):
-        # Under tensor parallelism torch 2.13 counts the mesh, which a recomputed collective needs, among the
-        # saved tensors ("expected all tensors_saved_with_vc_check to be Tensors"): recompute the compiled
-        # block from outside.
+        # Under tensor parallelism torch 2.13 saves the mesh, which a recomputed collective needs, as if it
+        # were a tensor ("expected all tensors_saved_with_vc_check to be Tensors"). So the compiled block is
+        # recomputed from outside.
         mode, every_n = "every_n_blocks", 1
     if mode == "every_n_blocks":
         model.checkpoint_every = every_n  # type: ignore[assignment]
@@ -103,11 +103,11 @@ def _save(ctx: SelectiveCheckpointContext, op: Any, *args: Any, **kwargs: Any) -
 def _save_unless_reducing(
     ctx: SelectiveCheckpointContext, op: Any, *args: Any, **kwargs: Any
 ) -> CheckpointPolicy:
-    """Save outputs of attention and of matmuls, except of matrices with more features in than out and of thin
-    ones: an adapter's output is as large as that of the matrix it adapts, and cheap to compute again.
+    """Save outputs of attention and of matmuls, except of matrices with more features in than out, and of
+    thin ones: an adapter's output is as large as that of its matrix, and cheap to recompute.
 
-    `mlp.down` is no such matmul: its output is part of the next block's input, which is saved anyway, and
-    recomputation ends with its input: neither its output nor a second run of it is ever needed.
+    `mlp.down` has more features in than out. Its output is part of the next block's input, which is saved
+    anyway, and recomputation stops at its input, so that it never runs again.
     """
     name = op.name().partition(".")[0]
     if name in MATMULS:
@@ -119,10 +119,10 @@ def _save_unless_reducing(
 
 
 def _forward_saving_mask(module: nn.Module, branch: Tensor) -> Tensor:
-    """Exclude the mask of stochastic depth, one number a sample, from recomputation.
+    """Exclude the mask of stochastic depth, one number per sample, from recomputation.
 
-    The second mask comes after `mlp.down`: to recompute it, that matmul would have to run again. The compiler
-    sees this itself.
+    The second mask comes after `mlp.down`, which would have to run again for it. The compiler avoids this
+    itself.
     """
     if is_compiling():
         return type(module).forward(module, branch)

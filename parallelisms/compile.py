@@ -11,7 +11,7 @@ from torch.distributed._functional_collectives import AsyncCollectiveTensor
 
 from models.vit import StochasticDepth
 
-BACKEND: Any = "inductor"  # of all compilations; tests of many layouts set one that needs no C++
+BACKEND: Any = "inductor"  # for all compilations; tests of many layouts replace it by one without C++
 
 
 def apply_compile(model: nn.Module, backend: Any = None, backward_twice: bool = False) -> None:
@@ -25,14 +25,14 @@ def apply_compile(model: nn.Module, backend: Any = None, backward_twice: bool = 
     `backward_twice`: zero-bubble schedules compute gradients of inputs first and of weights later. A compiled
     backward then must not reuse the memory of its inputs, in this whole process.
     """
-    # Dynamo would split a block's graph where a bucket of DDP's is full, for reductions that start earlier:
-    # those of whole blocks start early enough, and parts of graphs cannot be fused.
+    # Dynamo would split a block's graph at the buckets of DDP, so that reductions start earlier. Reductions
+    # of whole blocks start early enough, and parts of graphs cannot be fused.
     torch._dynamo.config.optimize_ddp = False  # type: ignore[reportPrivateImportUsage]
     if backward_twice:
         functorch_config.donated_buffer = False
     unify_stochastic_depth(model)
-    # One compilation a kind of block for training and one for validation, of smaller last batches;
-    # at its limit, 8, torch gives up. A ViT that reaches it would be a mistake, and fails.
+    # One compilation per kind of block for training, and one for validation with its smaller last batches.
+    # torch's limit is 8. A ViT that exceeds the limit is an error of ours, and fails.
     limit = max(torch._dynamo.config.recompile_limit, 4 * getattr(model, "kinds_of_blocks", 1))
     torch._dynamo.config.recompile_limit = limit  # type: ignore[reportPrivateImportUsage]
     for block in model.get_submodule("blocks").children():
@@ -46,21 +46,21 @@ def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _wait(tensor: Tensor) -> Tensor:
-    """Wait for the result of a collective: a graph would detach the gradient of a pending one."""
+    """Wait for the result of a collective; a graph would detach the gradient of a pending result."""
     return tensor.clone() if isinstance(tensor, AsyncCollectiveTensor) else tensor
 
 
 def unify_stochastic_depth(model: nn.Module) -> None:
     """Pass the rates to the compiled code as tensors; as Python numbers, each would be its own compilation.
 
-    (torch gives up after 8.) A block with rate 0 draws a mask too, of ones, so that it needs no other code.
+    (torch stops after 8.) A block with rate 0 also draws a mask, of ones, so that all blocks share code.
     """
     layers = [module for module in model.modules() if isinstance(module, StochasticDepth)]
     if all(layer.rate == 0.0 for layer in layers):
         return
     for layer in layers:
-        # Not buffers, which materialisation would overwrite; on the CPU, so that no device is waited for;
-        # not float64: torch makes Python floats of its single numbers.
+        # Not buffers, which materialisation would overwrite; on the CPU, to avoid waiting for the device;
+        # not float64, because torch converts its scalars to Python floats.
         layer.rate_tensor = torch.tensor(layer.rate, dtype=torch.float32, device="cpu")
         layer.remaining = torch.tensor(1.0 - layer.rate, dtype=torch.float32, device="cpu")
         layer.forward = MethodType(_drop_samples, layer)

@@ -1,7 +1,7 @@
 """Context parallelism: the tokens of one sample sharded over ranks, with attention over all of them.
 
-Not causal, and for any attention kernel; torch's own has neither a kernel on CPU nor a way to name one. A
-rank has t = T'/cp tokens (parallelisms/token_shards.py). Communication and memory of a block's forward:
+Attention is not causal, and any kernel works; torch's own context parallelism has no kernel on CPUs and no
+choice of kernels. A rank has t = T'/cp tokens (token_shards.py). Communication and memory of a forward block:
 
     ulysses     sends 3 t d, receives as much, computes N/cp heads over T tokens: 4 t d
     all_gather  receives 2 (cp - 1) t d, has the keys and values of all: 2 T d
@@ -33,7 +33,7 @@ class TrimmedKernel(nn.Module):
 
 
 class UlyssesKernel(TrimmedKernel):
-    """Exchanges tokens for heads, attends over the whole sequence, exchanges back (Jacobs et al. 2023)."""
+    """Exchange tokens for heads, attend over all tokens, exchange back (Jacobs et al. 2023)."""
 
     def __init__(self, inner: nn.Module, num_tokens: int, group: dist.ProcessGroup) -> None:
         super().__init__(inner, num_tokens)
@@ -65,7 +65,7 @@ def _exchange(parts: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 
 class AllGatherKernel(TrimmedKernel):
-    """Gathers keys and values; queries stay."""
+    """Kernel that gathers keys and values; queries are not communicated."""
 
     def __init__(self, inner: nn.Module, num_tokens: int, group: dist.ProcessGroup) -> None:
         super().__init__(inner, num_tokens)
@@ -79,7 +79,7 @@ class AllGatherKernel(TrimmedKernel):
 
 
 class RingKernel(nn.Module):
-    """Passes keys and values from rank to rank; see parallelisms/ring_attention.py."""
+    """Kernel that passes keys and values from rank to rank; see parallelisms/ring_attention.py."""
 
     def __init__(
         self, inner: nn.Module, num_tokens: int, group: dist.ProcessGroup, reduce_dtype: torch.dtype

@@ -1,4 +1,4 @@
-"""Data parallelism: every rank takes its part of the batch, and gradients are averaged.
+"""Data parallelism: every rank computes its part of the batch, and gradients are averaged.
 
 DDP replicates everything; FSDP2 shards parameters, gradients and optimizer states; HSDP shards them inside
 groups and replicates the groups.
@@ -16,13 +16,13 @@ from torch.nn.parallel import DistributedDataParallel
 from config import Parallelism
 
 logger = logging.getLogger(__name__)
-MOST_SHARDS = 256  # above, rank 0 plans the first save for more than 20 s: docs/launch.md
+MOST_SHARDS = 256  # with more, rank 0 needs more than 20 s to plan the first save: docs/launch.md
 
 
 def apply_ddp(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
     """Replicate the model over the mesh; gradients are reduced in buckets during the backward pass."""
     device_ids = [torch.cuda.current_device()] if mesh.device_type == "cuda" else None
-    # Not synchronised at start: every rank has made the same weights from (seed, name).
+    # Not synchronised at the start, because every rank has computed the same weights from (seed, name).
     shared = {"process_group": mesh.get_group(), "gradient_as_bucket_view": True, "init_sync": False}
     return DistributedDataParallel(model, device_ids=device_ids, **shared)
 
@@ -38,14 +38,14 @@ def apply_fsdp(
 
     parallelism.fsdp_reshard_after_forward: "always" frees a block's gathered parameters after its forward
     (ZeRO-3), "never" keeps them until its backward (ZeRO-2), "default" frees all but the last block's, which
-    backward needs at once. In a pipeline "default" is "never": torch keeps what backward gathers through all
-    micro-batches of a batch, and each of them would gather it again for its forward. Master parameters stay
-    float32; matrices are gathered in `param_dtype`; gradients are summed in `reduce_dtype`.
+    backward needs immediately. In a pipeline "default" means "never": torch keeps parameters gathered in the
+    backward pass for all micro-batches of a batch, and each forward pass would gather them again. Master
+    parameters stay float32; matrices are gathered in `param_dtype`; gradients are summed in `reduce_dtype`.
     """
     shards = mesh.size(mesh.ndim - 1)
     if shards > MOST_SHARDS:
         fewer = f"parallelism.data_parallel_replicate_degree = {-(-shards // MOST_SHARDS)}"
-        logger.warning(f"{shards} shards of every weight: rank 0 plans the first save for long; set {fewer}")
+        logger.warning(f"{shards} shards of every weight: rank 0 plans the first save slowly; set {fewer}")
     policy: dict = {
         "mesh": mesh,
         "mp_policy": MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=reduce_dtype),
@@ -68,10 +68,10 @@ def apply_fsdp(
 
 
 def exchange_gradients(model: nn.Module, is_last: bool) -> AbstractContextManager:
-    """Exchange gradients as far as a micro-batch needs; `is_last` of a step.
+    """Return a context with the gradient communication of a micro-batch; is_last: it is the last of a step.
 
-    FSDP reduces and scatters those of every micro-batch, so that no rank has unsharded gradients of more than
-    a block or two; HSDP's all-reduce over replicas, and DDP's, wait for the last.
+    FSDP reduce-scatters the gradients of every micro-batch, so that no rank has unsharded gradients of more
+    than one or two blocks. All-reduces over replicas (HSDP and DDP) run only for the last micro-batch.
     """
     if isinstance(model, FSDPModule):
         model.set_requires_all_reduce(is_last)

@@ -11,10 +11,10 @@ from config import Config, Parallelism
 from errors import refuse
 from models.registry import registered
 
-# From the slowest to the fastest varying rank number: neighbours in number, which share a node, are tp, then
-# cp, which communicate most; a pipeline sends least.
+# From the slowest to the fastest varying axis: consecutive ranks, which share a node, are on tp, then cp,
+# which communicate most; a pipeline communicates least.
 AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
-# In [parallelism], with _degree after them.
+# Names of the keys in [parallelism], without "_degree".
 NAMES = ("pipeline_parallel", "data_parallel_replicate", "data_parallel_shard", "context_parallel")
 NAMES += ("tensor_parallel",)
 SHARD = "data_parallel_shard_degree"
@@ -87,12 +87,12 @@ def divisors(number: int) -> list[int]:
 
 
 def num_stages(schedule: str, pp: int) -> int:
-    """Return the stages of a pipeline: schedules that interleave or fold have two on each rank."""
+    """Return the number of stages of a pipeline; interleaved and V schedules have two on each rank."""
     return pp if schedule in ("GPipe", "1F1B") else 2 * pp
 
 
 def num_ranks() -> int:
-    """Return the ranks of this run: torchrun's WORLD_SIZE, or what run_train.sh is about to start."""
+    """Return the number of ranks: torchrun's WORLD_SIZE, or the ranks that run_train.sh will start."""
     if "WORLD_SIZE" in os.environ:
         return number_in_environment("WORLD_SIZE")
     return number_in_environment("NGPU") * number_in_environment("NNODES")
@@ -166,5 +166,5 @@ def _check_pipeline(config: Config) -> None:
         refuse("parallelism.pipeline_parallel_degree", parallelism.pipeline_parallel_degree, reason)
     rollout = list(config.training.rollout_steps)
     if max(rollout) > 1 and config.model.stochastic_depth:
-        reason = "a pipeline draws stochastic depth a micro-batch at a time, and cannot again for the whole "
+        reason = "a pipeline draws stochastic depth per micro-batch, and cannot repeat it for the whole "
         refuse("training.rollout_steps", rollout, f"{reason}batch; set model.stochastic_depth to 0")

@@ -1,7 +1,7 @@
 """Domain parallelism: the grid itself sharded by latitude and longitude, for convolutional models.
 
 Every rank has the whole model and one tile of every field and activation; convolutions fetch their halos
-(parallelisms/halo_exchange.py). No other layer of a grid model reads other cells.
+(parallelisms/halo_exchange.py). All other layers of a grid model work cell by cell.
 
 Gradients: a rank computes the loss of its own cells, a sum over its tile divided by the divisor of the
 *whole* grid. The loss is the sum over the tiles, and the gradient of a parameter the sum over the ranks'
@@ -37,7 +37,7 @@ def bounds(size: int, parts: int, multiple: int) -> tuple[int, ...]:
 
 
 def choose_tiles(num_ranks: int, padded_shape: tuple[int, int], multiple: int) -> Tiles:
-    """Return the rows and columns of tiles with the smallest largest tile, and the fewest cells of halo.
+    """Return the rows and columns of tiles that minimise the largest tile, then the cells of halos.
 
     Raises ConfigError if the padded grid has no tile for each rank.
     """
@@ -153,7 +153,7 @@ def build_tiles(mesh: DeviceMesh | None, tiles: Tiles, shape: tuple[int, int], m
 def apply_domain_parallel(model: nn.Module, tiles: GridTiles) -> None:
     """Make `model` map this rank's tile to its tile; names and values of parameters stay.
 
-    Before compile and FSDP, which would hide the modules it replaces.
+    Call before compile and FSDP, which would hide the modules that it replaces.
     """
     assert tiles.group is not None
     for _, conv in named_convolutions(model):

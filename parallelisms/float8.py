@@ -11,7 +11,7 @@ from config import Float8
 from errors import ConfigError
 
 logger = logging.getLogger("rossby")
-CAPABILITY = (8, 9)  # CUDA compute capability from which on there are matmuls in float8
+CAPABILITY = (8, 9)  # lowest CUDA compute capability with float8 matmuls
 MULTIPLE = 16  # of both features: cuBLAS has no float8 matmul for others
 
 
@@ -20,8 +20,8 @@ def apply_float8(
 ) -> list[str]:
     """Swap Linear layers for float8 ones, in place, under the same names; return the names of those layers.
 
-    They are the layers in `model.blocks` with multiples of 16 features, in and out, on every tensor-parallel
-    rank. Comes before tensor parallelism: the new layer would not have the hooks that it puts on the old one.
+    These are the layers in `model.blocks` with multiples of 16 features, in and out, on every tensor-parallel
+    rank. Call before tensor parallelism, because a new layer does not have the hooks of the old one.
     On devices other than CUDA float8 is emulated: values are rounded to float8 and multiplied in high
     precision. Raises ConfigError if the machine cannot do it, or no layer is left.
     """
@@ -71,7 +71,7 @@ def check_float8(device_type: str) -> None:
 def precompute_float8_scales(model: nn.Module) -> None:
     """Compute the scales of all sharded float8 weights in one all-reduce, not one each in the next forward.
 
-    For after each optimizer step when the all-gather is float8.
+    Call after each optimizer step if the all-gather is in float8.
     """
     from torchao.float8 import precompute_float8_dynamic_scale_for_fsdp
 

@@ -29,8 +29,8 @@ def swap_strips(
     """
     from_previous, from_next = torch.zeros_like(to_next), torch.zeros_like(to_previous)
     group = _resolve_process_group(group_name)  # type: ignore[reportArgumentType]
-    # Sends to the following come first and so do receipts from the previous: where both neighbours are one
-    # rank, NCCL, which has no tags, matches them by this order.
+    # Sends to the following rank and receives from the previous rank come first: if both neighbours are the
+    # same rank, NCCL, which has no tags, matches messages by this order.
     messages = [
         dist.P2POp(call, strip, peer, group, tag)
         for call, strip, peer, tag in (
@@ -41,7 +41,7 @@ def swap_strips(
         )
         if peer != NO_RANK and strip.numel()
     ]
-    # All are posted before any is waited for: no order of the ranks can deadlock.
+    # Post all operations before waiting for any, so that no order of ranks can deadlock.
     for work in dist.batch_isend_irecv(messages) if messages else ():
         work.wait()
     return from_previous, from_next

@@ -23,8 +23,8 @@ from parallelisms.peer_messages import use_plain_messages
 T = TypeVar("T")
 
 
-# Seconds that ranks without a watchdog wait for another, which may write a file for hours. The end of a rank
-# breaks its connections.
+# Time-out in seconds of ranks without a watchdog: another rank may write a file for hours. If a rank ends,
+# its connections break in any case.
 PATIENCE = 30 * 86_400.0
 
 
@@ -52,8 +52,8 @@ def start_ranks(timeout_seconds: float, backend: str = "auto") -> torch.device:
 def job_store(rank: int, timeout: timedelta) -> Store:
     """Return the ranks' store: torchelastic's, or without it one that rank 0 makes.
 
-    Torchelastic keeps its store when it starts ranks again, so that keys need the number of the attempt.
-    Ranks of one host listen on the loopback alone.
+    Torchelastic keeps its store over restarts, so keys contain the number of the attempt. Ranks of a single
+    host listen on the loopback interface only.
     """
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     is_server = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
@@ -138,7 +138,7 @@ def run_timeout() -> timedelta:
 
 
 def cpu_group() -> dist.ProcessGroup:
-    """Return a new gloo group of all ranks, for messages that must not meet those of other groups."""
+    """Return a new gloo group of all ranks, for messages that must not mix with those of other groups."""
     group: Any = dist.new_group(backend="gloo", timeout=run_timeout())
     return group
 
@@ -146,7 +146,7 @@ def cpu_group() -> dist.ProcessGroup:
 def device_mesh(
     device_type: str, ranks: Tensor, axes: tuple[str, ...], required: tuple[str, ...] = ()
 ) -> DeviceMesh:
-    """Return the mesh of the axes with more than one rank and of `required` ones; of one rank: the last."""
+    """Return the mesh of axes with several ranks and of `required` axes; for one rank the last axis."""
     names = [axis for axis, size in zip(axes, ranks.shape, strict=True) if size > 1 or axis in required]
     names = names or [axes[-1]]
     sizes = [ranks.shape[axes.index(axis)] for axis in names]
@@ -196,7 +196,7 @@ def copy_part(target: Tensor, value: Tensor) -> None:
         target.copy_(value)
         return
     mesh = target.device_mesh
-    # Innermost last: FSDP has sharded the shards of tensor parallelism.
+    # Tensor parallelism first, because FSDP has sharded its shards.
     for axis in reversed(range(mesh.ndim)):
         placement = target.placements[axis]
         if isinstance(placement, Shard) or hasattr(placement, "split_factor"):

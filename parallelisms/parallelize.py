@@ -1,4 +1,4 @@
-"""From a plain model to the part of it that this rank trains, in one order with the reason of each step."""
+"""Parallelization of a model: all techniques in order, with the reason for each position."""
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -113,9 +113,9 @@ class ParallelModel:
         self._precompute_scales()
 
     def after_exchange(self) -> None:
-        """Forget what was computed from weights that others have replaced since, outside a training step.
+        """Discard values computed from weights that have been replaced since, outside a training step.
 
-        FSDP keeps what a forward without a backward has gathered last, and would use it in the next.
+        FSDP keeps the parameters that it gathered last in a forward without backward, and would reuse them.
         """
         for part in self.parts:
             for module in part.modules():
@@ -191,7 +191,7 @@ def parallelize(
         # Sharding comes last, so that a block's parameters are gathered once for all of its work.
         if degrees.uses_fsdp:
             apply_fsdp(part, mesh.fsdp_axes, recipe.param_dtype, recipe.reduce_dtype, parallelism)
-        # Memory only now, when a rank knows its part; then NaN, then weights from (seed, name).
+        # Allocate only now that each rank has its part; fill with NaN, then set weights from (seed, name).
         with memory or nullcontext():
             is_offloaded = parallelism.cpu_offload and degrees.uses_fsdp
             materialize(part, torch.device("cpu") if is_offloaded else device, seed)
@@ -217,7 +217,7 @@ def build_shards(model: WeatherModel, mesh: Mesh) -> Shards:
 def split_samples(
     part: nn.Module, shards: Shards, mesh: Mesh, method: str, reduce_dtype: torch.dtype
 ) -> None:
-    """Let `part` compute this rank's shard of a sample, with communication where it needs other shards."""
+    """Change `part` to compute this rank's shard of a sample, and communicate where it needs others."""
     if isinstance(shards, GridTiles):
         if mesh.degrees.cp > 1:
             apply_domain_parallel(part, shards)
@@ -234,7 +234,7 @@ def move_buffers(model: nn.Module, device: torch.device) -> None:
 
 
 def materialize(model: nn.Module, device: torch.device, seed: int | None) -> None:
-    """Allocate memory, fill it with NaN, by which a forgotten parameter is noticed, then set the weights."""
+    """Allocate memory, fill it with NaN (which reveals parameters without weights), then set the weights."""
     model.to_empty(device=device)
     if seed is None:
         return  # a dry run: fake tensors have no values

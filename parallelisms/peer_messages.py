@@ -1,6 +1,6 @@
-"""Messages between ranks other than tensors: plain data, and nothing that runs code when it is read.
+"""Messages between ranks other than tensors: plain data that cannot run code.
 
-torch's object collectives pickle, and anyone with access to a rank's socket could send a pickle. After
+torch's object collectives use pickle, and anyone with access to a rank's socket could send a pickle. After
 `use_plain_messages` they carry numbers, text, containers and arrays, and the dataclasses, enumerations and
 errors of this project, of torch's checkpoints and of its pipelines; every other name is refused.
 """
@@ -37,14 +37,14 @@ HOMES = ("torch.distributed.checkpoint.", "torch.distributed.pipelining.", *FOLD
 
 
 class PeerPickler(pickle.Pickler):
-    """Pickler of plain data. tblib (of dask) would pickle every exception as a call of its own function."""
+    """Pickler of plain data. dask's tblib would otherwise pickle each exception as a call of its function."""
 
     def reducer_override(self, obj: Any) -> Any:
         return type(obj).__reduce__(obj) if isinstance(obj, BaseException) else NotImplemented
 
 
 class PeerUnpickler(pickle.Unpickler):
-    """Unpickler that raises UnpicklingError, with the name, for anything but plain data."""
+    """Unpickler of plain data. Raises UnpicklingError, with the name, for anything else."""
 
     def find_class(self, module: str, name: str) -> Any:
         if name in NAMES.get(module, ()) or (module == "torch" and name.startswith(DTYPES)):
@@ -53,7 +53,7 @@ class PeerUnpickler(pickle.Unpickler):
             kind = super().find_class(module, name)
             if is_plain(kind):
                 return kind
-        raise pickle.UnpicklingError(f"another rank sent {module}.{name}, which is no plain data: refused")
+        raise pickle.UnpicklingError(f"another rank sent {module}.{name}, which is not plain data: refused")
 
 
 def is_plain(kind: Any) -> bool:

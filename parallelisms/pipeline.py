@@ -21,7 +21,7 @@ from parallelisms.degrees import num_stages
 from parallelisms.mesh import Mesh
 
 Loss = Callable[[Tensor, dict[str, Tensor]], Tensor]  # of the output and tensors of its shape by name
-V_SCHEDULES = ("ZBVZeroBubble",)  # the first rank has the first stage and the last
+V_SCHEDULES = ("ZBVZeroBubble",)  # the first rank has the first and the last stage
 SPLIT_BACKWARD = ("InterleavedZeroBubble", "ZBVZeroBubble")  # gradients of inputs first, of weights later
 
 
@@ -47,7 +47,7 @@ class Stage(nn.Module):
 
 
 class TimedStage(PipelineStage):
-    """A stage with a span for each of its passes; "pipeline" minus these is the time of waiting."""
+    """A stage with a profiler span for each pass; the rest of span "pipeline" is waiting time."""
 
     def forward_one_chunk(self, *args: Any, **kwargs: Any) -> Any:
         with span("forward"):
@@ -63,14 +63,14 @@ class TimedStage(PipelineStage):
 
 
 def balance_stages(num_blocks: int, num_stages: int, first_extra: float, last_extra: float) -> list[int]:
-    """Return the first block of each later stage, for a largest stage as small as can be.
+    """Return the first block of each stage after the first, so that the most expensive stage is cheapest.
 
     first_extra, last_extra: cost of embedding and head in units of a block.
     """
 
     @cache
     def solve(start: int, stages: int) -> tuple[float, list[int]]:
-        """Return the least maximum over `stages` stages for the blocks from `start` on, and their borders."""
+        """Return the smallest possible maximum over stages of the blocks from `start` on, and borders."""
         extra = first_extra if start == 0 else 0.0
         if stages == 1:
             return num_blocks - start + extra + last_extra, []
@@ -86,7 +86,7 @@ def balance_stages(num_blocks: int, num_stages: int, first_extra: float, last_ex
 def cut_stages(
     model: WeatherModel, mesh: Mesh, schedule: str, autocast: torch.autocast
 ) -> tuple[list[nn.Module], list[int]]:
-    """Return the stages of this rank and their indices in the pipeline; without one, the model itself."""
+    """Return the stages of this rank and their indices; without a pipeline, the whole model."""
     pp = mesh.degrees.pp
     if pp == 1:
         return [model], [0]
@@ -126,8 +126,8 @@ class Pipeline:
         self.runner = kind(stages, num_microbatches, **options)  # type: ignore[arg-type]
 
     def step(self, inputs: Tensor, targets: dict[str, Tensor], loss: Loss, scale: float) -> Tensor:
-        """Forward and backward of one batch; targets (B, t, C) each. `loss` returns a micro-batch's part:
-        parts are added.
+        """Run forward and backward of one batch; targets (B, t, C) each. `loss` returns the part of one
+        micro-batch; parts are added.
 
         Returns the loss on the rank with the last stage, 0 elsewhere.
         """

@@ -1,4 +1,4 @@
-"""Ring attention: keys and values pass from rank to rank, and no rank ever has those of the whole sequence.
+"""Ring attention: keys and values are passed from rank to rank, so that no rank has those of all tokens.
 
 Each rank keeps its queries. In cp steps it receives the keys and values of every rank; partial results are
 merged by their log-sum-exp (Liu et al. 2023), and the next step's keys are sent while this step's are used.
@@ -88,7 +88,7 @@ def block_kernels(backend: str, device_type: str, dtype: torch.dtype) -> tuple[B
     return kernels.get(backend, flash[device_type])
 
 
-KEYS, GRADIENTS = 0, 1  # tags: both are in flight at a time
+KEYS, GRADIENTS = 0, 1  # tags, because both are sent at the same time
 
 
 class Ring:
@@ -106,14 +106,14 @@ class Ring:
         return max(0, min(chunk, self.num_tokens - (self.rank - step) % self.size * chunk))
 
     def pass_on(self, tensor: Tensor, tag: int) -> tuple[Tensor, list[dist.Work]]:
-        """Start to send `tensor` to the next rank; return the arriving tensor, and what to wait for."""
+        """Start to send `tensor` to the next rank; return the tensor to be received, and pending works."""
         arriving = torch.empty_like(tensor)
         send = dist.P2POp(dist.isend, tensor, self.following, self.group, tag)
         receive = dist.P2POp(dist.irecv, arriving, self.preceding, self.group, tag)
         return arriving, dist.batch_isend_irecv([send, receive])
 
     def pass_keys(self, chunk: Tensor, step: int) -> tuple[Tensor, list[dist.Work]]:
-        """Start to send keys and values, but not in the last step, when every rank has seen all."""
+        """Start to send keys and values, except in the last step, when every rank has received all."""
         return self.pass_on(chunk, KEYS) if step < self.size - 1 else (chunk, [])
 
 
@@ -159,10 +159,10 @@ def attend_backward(
     sent: torch.dtype,
     group_name: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return gradients of q, k, v. Keys pass all ranks once more, their gradients one step behind them.
+    """Return gradients of q, k, v. Keys are passed around once more, and their gradients one step later.
 
-    The sum of the ranks before for a chunk arrives while this rank computes its own part; after cp steps all
-    gradients are on the rank of their keys.
+    The gradient sum of the previous ranks for a chunk arrives while this rank computes its part; after cp
+    steps each gradient is on the rank of its keys.
     """
     ring, (_, backward) = Ring(group_name, num_tokens), block_kernels(backend, q.device.type, q.dtype)
     keys_values, chunk = torch.stack([k, v]), k.shape[2]

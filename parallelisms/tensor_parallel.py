@@ -1,8 +1,8 @@
 """Tensor parallelism with sequence parallelism: two collectives a block forward, two backward.
 
-Between the matrices tokens are sharded; a column-parallel matrix gathers them, the row-parallel one after it
-reduces and scatters (Korthikanti et al. 2022). All other parameters are replicated DTensors on the same mesh,
-so that one gradient norm exists.
+Tokens are sharded between the matrices: a column-parallel matrix gathers them, the next row-parallel matrix
+reduce-scatters them (Korthikanti et al. 2022). All other parameters are replicated DTensors on the same mesh,
+which makes a single gradient norm possible.
 """
 
 from functools import partial
@@ -93,9 +93,9 @@ def _add_bias(placements: list[Placement], layer: nn.Linear, _inputs: object, ou
 
 
 class AdaptedColumns(ColwiseParallel):
-    """Shards a matrix and its adapter's B by rows; A is whole on every rank, as are tokens by then.
+    """Style that shards a matrix and its adapter's B by rows; A is replicated, tokens are gathered before.
 
-    Each rank uses A for its own rows of B: the gradient there is a summand.
+    Each rank uses A only for its rows of B, so that its gradient of A is a partial sum.
     """
 
     def _partition_linear_fn(self, name: str, module: nn.Module, device_mesh: DeviceMesh) -> None:
@@ -105,10 +105,10 @@ class AdaptedColumns(ColwiseParallel):
 
 
 class AdaptedRows(RowwiseParallel):
-    """Shards a matrix and its adapter's A by columns; B is whole on every rank.
+    """Style that shards a matrix and its adapter's A by columns; B is replicated.
 
-    B (A x) is a summand as W x is, and both are reduced at once; so is the gradient of B. The bias is added
-    after the reduction.
+    B (A x) and W x are partial sums, which are reduced together; the gradient of B is partial too. The bias
+    is added after the reduction.
     """
 
     def _partition_linear_fn(self, name: str, module: nn.Module, device_mesh: DeviceMesh) -> None:
@@ -132,7 +132,7 @@ def shard_parameter(
     module.register_parameter(key, nn.Parameter(sharded, requires_grad=parameter.requires_grad))
 
 
-# On local tensors: DTensor's own matmuls would reduce B (A x) by itself, in addition to W x.
+# These use local tensors, because DTensor's own matmuls would reduce B (A x) separately from W x.
 
 
 def _product_by_columns(layer: AdaptedLinear, x: DTensor) -> DTensor:

@@ -11,8 +11,8 @@ from parallelisms.mesh import Mesh
 class TokenShards:
     """Tokens in equal chunks: over cp for the model's input, over cp and tp for its output.
 
-    Zeros are added at the end up to a multiple of cp x tp. Padded tokens are no keys (`Kernel` replacements
-    cut them off) and weigh nothing in the loss.
+    Zeros are added at the end up to a multiple of cp x tp. Padded tokens are not used as keys (replacements
+    of `Kernel` cut them off) and have weight 0 in the loss.
     """
 
     def __init__(self, mesh: Mesh, num_tokens: int) -> None:

@@ -10,7 +10,7 @@ from torch import nn
 
 
 def assign_owners(parameters: dict[str, nn.Parameter], num_ranks: int) -> dict[str, int]:
-    """Return the rank that updates each parameter: the largest first, each to the rank with the least."""
+    """Return the rank that updates each parameter: largest first, each assigned to the least loaded rank."""
     loads, result = [0] * num_ranks, {}
     for name, parameter in sorted(parameters.items(), key=lambda item: (-item[1].numel(), item[0])):
         rank = loads.index(min(loads))

@@ -105,7 +105,7 @@ COMMAND_LINES = [
     ("--training.variable_weights [1,2,1] --training.loss relative_l2", "variable_weights = [1.0, 2.0,"),
     ("--model.conserve '[\"dry_air\"]'", "model.conserve = 'dry_air': no such quantity; did you mean"),
     ("--model.conserve '[\"total_water\"]'", "model.conserve = 'total_water': needs specific_humidity on"),
-    ("--model.conserve '[\"dry_mass\"]'", "model.conserve = 'dry_mass': is made of surface_pressure, which"),
+    ("--model.conserve '[\"dry_mass\"]'", "model.conserve = 'dry_mass': needs surface_pressure, which"),
     ("--model.conserve '[\"2m_temperature\"]' --model.predict state", "model.conserve = ['2m_temperature']:"),
     ("--validation.lead_hours [6,9]", "validation.lead_hours = 9: not a multiple of data.step_hours = 6"),
     ("--validation.lead_hours [6,6]", "validation.lead_hours = [6, 6]: 6 is listed twice"),
@@ -213,7 +213,7 @@ RANKS = [
     (
         {"NGPU": "2"},
         "--parallelism.pipeline_parallel_degree 2 --training.rollout_steps [2] --model.stochastic_depth 0.1",
-        "training.rollout_steps = [2]: a pipeline draws stochastic depth a micro-batch at a time",
+        "training.rollout_steps = [2]: a pipeline draws stochastic depth per micro-batch",
     ),
     ({"WORLD_SIZE": "3"}, "--training.global_batch_size 100", "x data-parallel ranks = 48; try 96 or -1"),
 ]

@@ -46,7 +46,7 @@ def test_replicas_that_diverge(tmp_path):
     code, said = drill(tmp_path, "flip_a_bit", *options)
     assert code == 1 and len(said) == 1, said
     assert said[0].startswith("rossby: step 8: replicas have diverged: rank 1 ("), said
-    assert "holds other bits than rank 0 in blocks.1.mlp.up.weight" in said[0]
+    assert "has other bits than rank 0 in blocks.1.mlp.up.weight" in said[0]
     assert "all were alike after step 4" in said[0]
     assert sorted(path.name for path in (tmp_path / "run/checkpoints").iterdir()) == ["step-00000004"]
 

@@ -60,7 +60,7 @@ class RunFolder:
             ) from None
 
     def _start(self, step: int, layout: dict[str, int]) -> dict[str, Any]:
-        """Return the record of this start. `reached`: the last logged step, later ones are repeated."""
+        """Return the record of this start. `reached`: the last logged step; all after `step` repeat."""
         records = read_records(self.path / "metrics.jsonl")
         return {
             "step": step,

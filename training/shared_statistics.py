@@ -31,7 +31,7 @@ ROUND_SECONDS = 5.0
 
 
 def load_or_count(cache: Path, source: Source, trained: Numbers | None = None) -> Statistics:
-    """Return the statistics of a source from the file `cache`; if it is of other data, compute and write them.
+    """Return the statistics of a source from the file `cache`; compute and write them if that does not match.
 
     Called by all ranks. trained: the statistics with which the run's weights were trained; they are used even
     if dates were added since. Raises DataError if the fields of their dates have changed.

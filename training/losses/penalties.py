@@ -23,8 +23,8 @@ SQUARE = Penalty(2, torch.square, lambda error: error.mul_(2))
 ABSOLUTE = Penalty(1, torch.abs, Tensor.sign_)
 
 # Lang et al. 2024, "AIFS-CRPS: Ensemble forecasting using a model trained with a loss function based on the
-# Continuous Ranked Probability Score": the fraction of the fair CRPS; the rest is the plain one. The fair CRPS
-# alone (1) does not depend on the position of one member if all others equal the truth.
+# Continuous Ranked Probability Score": the fraction of the fair CRPS; the rest is the plain one. The fair
+# CRPS alone (1) does not depend on the position of one member if all others are right.
 ALMOST_FAIR = 0.95
 
 
