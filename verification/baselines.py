@@ -21,15 +21,15 @@ from jobs.durable_files import write_durably
 from parallelisms.mesh import from_first_rank
 from verification.rollout import Forecast
 
-# A climatology without annual and daily cycle: not the one that evaluate.py computes.
+# A climatology without annual and daily cycle, different from the one that evaluate.py computes.
 TRAINING_MEAN = "training mean"
-MOST_STATES = 16  # analyses kept for further leads: those of the dates that are scored together
-MIN_FIT_SAMPLES = 30  # fewer give factors of chance
+MOST_STATES = 16  # analyses kept for further leads of the dates that are scored together
+MIN_FIT_SAMPLES = 30  # with fewer, the factors are mostly noise
 FIT_SAMPLES = 400  # dates of the training period, evenly spaced, that damped persistence is fitted on
 
 
 def persistence(fields: Tensor, times: Tensor, leads: Sequence[int]) -> list[Tensor]:
-    """Return today's weather (B, V, H, W) for every lead."""
+    """Return the initial state (B, V, H, W) for every lead."""
     return [fields] * len(leads)
 
 
@@ -104,7 +104,7 @@ def sum_products(training: FieldDataset, mean_field: Tensor, area: Tensor, batch
     sampler = EvaluationSampler(len(training), batch_size, dist.get_rank(), dist.get_world_size())
     for indices, (fields, _) in zip(sampler.batches, build_loader(training, sampler), strict=True):
         own = [row for row, index in enumerate(indices) if index >= 0]  # -1: a sample of another rank
-        for row in own:  # one by one: at 1024 x 2048 a batch is gigabytes, and shall have no copy
+        for row in own:  # one by one, to avoid a copy of the batch, which has gigabytes at 1024 x 2048
             states = training.unpack(fields[row : row + 1].to(mean_field.device))[0]  # (2, V, H, W)
             for v, mean in enumerate(mean_field):  # in float64, 17 variables at 1024 x 2048 are gigabytes
                 now, later = states[:, v] - mean
@@ -121,9 +121,9 @@ def products(now: Tensor, later: Tensor, area: Tensor) -> Tensor:
 
 
 class AnalysesForecast:
-    """A baseline made from analyses as a forecast like any other: verification.matching.ForecastFields."""
+    """A baseline computed from analyses, with the interface verification.matching.ForecastFields."""
 
-    from_analyses = False  # it has no value where they have none
+    from_analyses = False  # it is NaN in the cells that analyses lack
     num_members, block = 0, (1, 2**20)  # all leads of a date come from one analysis
     status: np.ndarray | None = None
 
@@ -136,7 +136,7 @@ class AnalysesForecast:
         step: np.timedelta64,
         forecast: Forecast,
     ) -> None:
-        """times (n,) and leads (L,), multiples of the step, of the forecast that it is compared with."""
+        """times (n,) and leads (L,), multiples of the step, are those of the forecast to compare with."""
         assert not (leads % step).astype(int).any(), f"leads {leads} are no multiples of {step}"
         self.archive, self.forecast, self.variables, self.grid = archive, forecast, variables, archive.grid
         self.times, self.leads, self.step, self.units = times, leads, step, archive.units

@@ -1,9 +1,9 @@
 """Climatology by WeatherBench2's recipe, stored in its schema, read back, and scored as a forecast.
 
 The mean of a day of year and hour of day over all years, smoothed over days by a triangular window of 61 days
-(weights 0, 1/30 .. 1 .. 1/30, 0) that goes round the year; years of 365 days lend their last day to day 366.
-Where an hour of the day lacks dates all round the year it is the mean by hour of day, without `dayofyear`.
-Shapes: V variables, H latitudes, W longitudes.
+(weights 0, 1/30 .. 1 .. 1/30, 0) that wraps around the year; in years of 365 days the last day also counts as
+day 366. If the dates of an hour of the day do not cover the year, it is the mean by hour of day, without
+`dayofyear`. Shapes: V variables, H latitudes, W longitudes.
 Source: WeatherBench2, scripts/compute_climatology.py and utils.compute_hourly_stat.
 """
 
@@ -32,7 +32,7 @@ from verification.stores import all_levels, create_store
 
 logger = logging.getLogger("rossby")
 DAYS, WINDOW = 366, 61
-SUMS_BYTES = 2**31  # of sums held at once
+SUMS_BYTES = 2**31  # of sums in memory at once
 CHUNK_BYTES = 2**18  # of a stored chunk: some days of one level
 FINGERPRINT = "computed_from"  # attribute of a store
 DONE = "done"  # folder in a store that is not complete, with a file for each hour of a variable
@@ -47,7 +47,7 @@ def smoothing() -> np.ndarray:
 
 
 def days_of(time: np.datetime64) -> list[int]:
-    """Return the days of the year that a date counts for: day 365 of a short year is day 366 too."""
+    """Return the days of the year of a date: day 365 of a short year also counts as day 366."""
     stamp = pd.Timestamp(time)
     day = int(stamp.day_of_year)
     return [day, DAYS] if day == 365 and not stamp.is_leap_year else [day]
@@ -66,8 +66,8 @@ def compute_climatology(
 ) -> None:
     """Compute the climatology of `dates` (positions in archive.times) into a Zarr store at `path`.
 
-    `hour` are those of the dates. Missing values count in no mean. fingerprint: of what it is computed from;
-    with one, a store that was begun is completed. Called by all ranks together, which share the work.
+    `hour` has the hours of the dates. Means skip missing values. fingerprint: identity of the input; with it,
+    an unfinished store is completed. Called by all ranks together, which share the work.
     """
     times, marks = archive.times[dates], Path(path, DONE)
     hours, by_day = np.unique(pd.DatetimeIndex(times).hour).tolist(), covers_a_year(times)
@@ -113,8 +113,8 @@ def compute_climatology(
 def groups(
     hours: Sequence[int], variables: Sequence[str], grid: Grid, ranks: int
 ) -> list[tuple[list[int], list[str]]]:
-    """Return hours and variables to sum together: all hours of as many variables as fit, or one hour; at
-    least as many groups as ranks, if there are as many variables.
+    """Return groups of hours and variables to sum together: all hours of as many variables as fit in memory,
+    or one hour; at least as many groups as ranks, if there are enough variables.
     """
     size = SUMS_BYTES // (12 * DAYS * grid.shape[0] * grid.shape[1])  # a float64 and an int32 a cell and day
     together = [list(hours)] if size >= len(hours) else [[hour] for hour in hours]
@@ -152,10 +152,10 @@ def stored_fingerprint(path: Path) -> str | None:
 
 
 class Climatology(NamedFields):
-    """A stored climatology, by hour and day of year, or by one of both."""
+    """A stored climatology, by hour and day of year, or by one of them."""
 
     def __init__(self, path: str, fields: Sequence[Field]) -> None:
-        """fields: with a label of each hour, or day of the year. Raises DataError if one occurs twice."""
+        """fields: with labels of hours and days of the year. Raises DataError if a label occurs twice."""
         super().__init__(path, fields)
         labels = {axis: own.tolist() for field in fields for axis, own in field.labels.items()}
         self.rows = {axis: {label: i for i, label in enumerate(own)} for axis, own in labels.items()}
@@ -186,12 +186,12 @@ class Climatology(NamedFields):
 
 
 def open_climatology(path: str, access: Access = NO_OPTIONS) -> Climatology:
-    """Open a climatology in WeatherBench2's schema. Raises DataError naming the path if it is none."""
+    """Open a climatology in WeatherBench2's schema. Raises DataError for another schema."""
     file_path = find_files(path)[0]
     found, _ = open_fields(file_path, None, access, CLIMATOLOGY_ROLES)
     fields = [field for field in found if {"hour", "dayofyear"} & set(field.roles)]
     if not fields:
-        raise DataError(f"{path!r} is no climatology: no variable has a dimension hour or dayofyear")
+        raise DataError(f"{path!r} is not a climatology: no variable has a dimension hour or dayofyear")
     about = OpenFile.open(file_path, access)[0].attrs
     logger.info("climatology: %s, of %s", about.get("recipe", path), about.get("period", "dates not named"))
     return Climatology(path, fields)

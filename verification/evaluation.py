@@ -1,15 +1,15 @@
-"""Scores of forecasts over the initial dates that they have in common: streamed, in float64, on any device
-and number of ranks.
+"""Scores of forecasts over their common initial dates: streamed, in float64, on any device and number of
+ranks.
 
-`evaluate` returns an `Evaluation` of each forecast, which is xarray Datasets in WeatherBench2's form:
+`evaluate` returns an `Evaluation` of each forecast, with xarray Datasets in WeatherBench2's form:
 
 - `scores`: a data variable a variable ("geopotential", "2m_temperature", and "wind_vector", "10m_wind_vector"
   where both components are there), dims (metric, region, lead_time[, level]), float64, attribute `units`.
   `metric` has the names of scores.final_scores. NaN where a score is not defined (a wind vector has mse and
   rmse only), where a region has no cell on the grid, and where a forecast is not finite though the truth is.
-  Metric `num_dates`: how many initial dates had a truth, and so are in the other scores; coordinate
-  `num_dates` (lead_time): the most that a variable had. Metric `common_area`: the part of the area with a
-  truth in which every forecast has a value, and which is scored.
+  Metric `num_dates`: the number of initial dates with a truth, over which the other scores are taken;
+  coordinate `num_dates` (lead_time): its maximum over variables. Metric `common_area`: the fraction of the
+  area with a truth that is scored, because every forecast has a value there.
 - `by_date`: the same dims with `time` (the initial date) first: the statistics of each date that confidence
   intervals need, for the first of the regions. NaN where there is no truth.
 - `spectra` at one lead, if they are asked for and the grid goes round the globe: see spectra.py.
@@ -65,8 +65,8 @@ class Evaluation:
 class Tally:
     """Statistics of one forecast, here and in the validation of train.py.
 
-    `table` (S + 2, n, L, V, R) float64: those of each date and lead, the part of the area that is scored, and
-    1 where there is a truth.
+    `table` (S + 2, n, L, V, R) float64: S statistics of each date and lead, the fraction of the area that is
+    scored, and 1 where there is a truth.
     """
 
     def __init__(
@@ -99,8 +99,8 @@ class Tally:
 
     @property
     def sums(self) -> dict[str, Tensor]:
-        """Return all that is counted, which is added over ranks and attempts. Each date is counted by one of
-        them: the table is bit-exact on any number.
+        """Return the sums to add over ranks and attempts. Each date is counted by one of them, so the table
+        is bit-exact on any number of ranks.
         """
         return {"table": self.table, **(self.spectra.sums if self.spectra else {})}
 
@@ -110,7 +110,7 @@ class Tally:
         """Return the Datasets, once the table has all dates."""
         winds = wind_pairs(self.variables)
         names = [*self.variables, *winds]
-        # One lead at a time: the table is large, and this makes several copies of what it reads.
+        # One lead at a time, because the table is large and this makes several copies.
         final_by_lead, each_by_lead = zip(
             *(self.lead_results(lead, winds) for lead in range(len(leads))), strict=True
         )
@@ -142,7 +142,7 @@ class Tally:
         common_area = torch.where(present, area, 0.0).sum(dim=0) / num_dates
         final = {"num_dates": num_dates, "common_area": common_area}
         final |= final_scores(dict(zip(self.statistics, totals, strict=True)), self.num_members)
-        # Infinite where it is broken: NaN is a date that has no pair.
+        # Infinite where the forecast is not finite; NaN means that a date has no pair.
         each = torch.where(broken, torch.inf, values).masked_fill(~present, torch.nan)
         return final, each[..., 0].clone()  # not a view, which would keep all regions
 
@@ -170,15 +170,15 @@ def evaluate_together(
     progress: Callable[[int], object] = lambda dates: None,
     saved: SavedParts | None = None,
 ) -> dict[str, Evaluation]:
-    """Score forecasts against analyses on `grid`, or the coarsest of their grids, on the cells, dates and
-    leads that all of them have; what is not given is all that the first has.
+    """Score forecasts against analyses on `grid`, or the coarsest of their grids, on common cells, dates and
+    leads. Arguments that are not given default to everything in the first forecast.
 
-    A forecast may lack variables, and leads of `lead_hours`: it has no scores there. variables: names with
-    levels; dates: initial dates (datetime64). spectra_lead: in hours.
-    boundary_width: cells from each side that are not scored. progress is called with the number of dates just
-    finished. saved: where what is counted is written now and then, to continue after a kill. Each rank scores
-    a part of the dates, and all ranks return the same result, that of one rank bit-exact (spectra:
-    to rounding). Raises ConfigError for an unknown region, DataError if no date has a truth.
+    A forecast may lack variables, and leads of `lead_hours`; it then has no scores for them. variables: names
+    with levels; dates: initial dates (datetime64). spectra_lead: in hours.
+    boundary_width: cells from each side that are not scored. progress is called with the number of newly
+    finished dates. saved: partial sums, written regularly to continue after a kill. Each rank scores a part
+    of the dates, and all ranks return the same result, bit-exact on any number of ranks (spectra: to
+    rounding). Raises ConfigError for an unknown region, DataError if no date has a truth.
     """
     first, hour = next(iter(forecasts.values())), np.timedelta64(3600, "s")
     names = list(first.variables if variables is None else variables)
@@ -213,9 +213,9 @@ def score_pairs(
 ) -> None:
     """Fill the tables of all dates.
 
-    Each date is filled by one rank, so that the sum over ranks adds zeros: bit-exact on any number. On a CPU
-    each thread works on fields of its own: torch's own threads would wait for each other some thousand times
-    a date, and where the machine has other work that took ten times as long.
+    Each date is filled by one rank, and the sum over ranks adds only zeros, so it is bit-exact. On a CPU each
+    thread works on its own fields: torch's threads would wait for each other about a thousand times per
+    date, which took ten times as long on a busy machine.
     """
     rank, ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     sums = {f"{i} {key}": own for i, t in enumerate(tallies.values()) for key, own in t.sums.items()}
@@ -239,7 +239,7 @@ def score_pairs(
                 if spectra := tallies[pair.name].spectra:
                     spectra.add(pair)
             scored += finished
-            if saved and finished:  # else the sums of spectra have a part of a block
+            if saved and finished:  # not within a block, of which the sums of spectra would have a part
                 saved.write_if_due(partial_sums)
             progress(ranks * len(finished))
     torch.set_num_threads(num_threads)  # for threads that start later
@@ -252,7 +252,7 @@ def score_pairs(
 
 
 def dates_before(saved: SavedParts, earlier: list[dict[str, Any]]) -> list[int]:
-    """Return the dates that killed attempts have scored, whose arrays are appended to `earlier` on rank 0."""
+    """Return the dates that killed attempts have scored; append their arrays to `earlier` on rank 0."""
 
     def read() -> tuple[list[int], int]:
         earlier.extend(saved.read())
@@ -265,7 +265,7 @@ def dates_before(saved: SavedParts, earlier: list[dict[str, Any]]) -> list[int]:
 
 
 def write_scores(evaluations: Mapping[str, Evaluation], folder: Path) -> None:
-    """Write scores and those by date, and spectra: a NetCDF a forecast."""
+    """Write scores, statistics by date, and spectra (one NetCDF file per forecast)."""
     scores = combine({name: evaluation.scores for name, evaluation in evaluations.items()})
     scores.to_netcdf(folder / "scores.nc", engine="h5netcdf")
     by_date = combine({name: evaluation.by_date for name, evaluation in evaluations.items()})

@@ -1,4 +1,4 @@
-"""The options of evaluate.py: checked, and opened as forecasts, variables and regions."""
+"""Options of evaluate.py: checks, and the forecasts, variables and regions that they name."""
 
 import logging
 from argparse import Namespace
@@ -19,13 +19,13 @@ BASELINES = ("persistence", "damped_persistence", "climatology")
 
 
 def check_options(options: Namespace) -> None:
-    """Replace the texts of lists by lists. Raises ConfigError."""
+    """Convert options that are lists as text to lists. Raises ConfigError."""
     for key, valid in (("baselines", BASELINES), ("regions", tuple(REGIONS))):
         names = [name for name in dict.fromkeys(getattr(options, key).split(",")) if name]
         setattr(options, key, names)
         for name in names:
             if name not in valid:
-                raise ConfigError(f"--{key} {name!r}: there are {', '.join(valid)}")
+                raise ConfigError(f"--{key} {name!r}: valid: {', '.join(valid)}")
 
 
 def open_forecasts(
@@ -37,7 +37,7 @@ def open_forecasts(
         name, _, path = text.rpartition("=")
         name = name or Path(path).name.removesuffix(".zarr").removesuffix(".nc")
         if "://" not in path and not Path(path).exists():
-            raise ConfigError(f"--forecast {path!r}: is not there; run forecast.py, or name another")
+            raise ConfigError(f"--forecast {path!r}: does not exist; run forecast.py, or name another")
         if name.replace(" ", "_") in (*BASELINES, *found):
             reason = "the name of a baseline, or named twice; give it another, NAME=PATH"
             raise ConfigError(f"--forecast {name!r}: {reason}")
@@ -49,8 +49,8 @@ def open_forecasts(
 
 
 def common_variables(forecasts: Mapping[str, ForecastFields], truth: Archive, wanted: list[str]) -> list[str]:
-    """Return the variables of the configuration that the first forecast and the truth both have. Raises
-    ConfigError if there are none, or another forecast has none of them.
+    """Return the configured variables in both the first forecast and the truth. Raises ConfigError if there
+    are none, or another forecast has none of them.
     """
     first, *further = forecasts.items()
     names = [name for name in wanted if name in first[1].variables and name in truth.variables]
@@ -65,9 +65,9 @@ def common_variables(forecasts: Mapping[str, ForecastFields], truth: Archive, wa
 
 
 def choose_regions(wanted: Sequence[str], grid: Grid) -> list[str]:
-    """Return the regions that have a point on the grid, the globe first: tables are of the first.
+    """Return the regions with points on the grid, the globe first, because tables use the first region.
 
-    Logs the others. Raises ConfigError for none.
+    Logs the others. Raises ConfigError if no region is left.
     """
     on_grid = regions_on(grid)
     found = [name for name in wanted if name in on_grid]
@@ -80,8 +80,8 @@ def choose_regions(wanted: Sequence[str], grid: Grid) -> list[str]:
 
 
 def scorecard_reference(names: Sequence[str], num_given: int) -> str:
-    """Return the forecast that the scorecard compares with: the second one, or the hardest baseline, "" for
-    none.
+    """Return the reference forecast of the scorecard: the second forecast, or the hardest baseline; "" if
+    there is none.
     """
     candidates = [*names[1:num_given], "damped persistence", "persistence", "climatology"]
     return next((name for name in candidates if name in names), "")

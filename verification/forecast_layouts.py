@@ -1,4 +1,4 @@
-"""Any centre's forecasts, as they are stored: WeatherBench2's HRES, Pangu, GraphCast, IFS ensemble, ...
+"""Stored forecasts of any centre: WeatherBench2's HRES, Pangu, GraphCast, IFS ensemble, ...
 
 Names, order of dimensions, direction of latitude and levels, and units of the lead are found from the
 content, by the code that reads analyses (datasets/fields.py).
@@ -20,8 +20,8 @@ from verification.stores import NOT_COMPUTED, STATUS
 class StoredForecast(NamedFields):
     """Forecasts of one store: initial dates `times` (n,), `leads` (L,), and a grid, north to south.
 
-    `num_members` is 0 without an ensemble; `block` is how many dates and leads are stored together; `status`
-    is the worst of the members' in a store that forecast.py writes.
+    `num_members` is 0 without an ensemble; `block`: numbers of dates and leads that are stored together;
+    `status`: the worst status of the members, in a store that forecast.py has written.
     """
 
     def __init__(
@@ -38,7 +38,7 @@ class StoredForecast(NamedFields):
             raise DataError(f"cannot read {path!r} as forecasts: {reason}; write it for all of them")
         self.num_members = members if members > 1 else 0
         self.block = max(each.chunk("time") for each in fields), max(each.chunk("lead") for each in fields)
-        self.from_analyses = status is not None  # it fills what they lack, and is not scored there
+        self.from_analyses = status is not None  # it fills cells that analyses lack, and is not scored there
         self.status = status
 
     def read_block(self, dates: slice, leads: slice, variables: Sequence[str]) -> np.ndarray:
@@ -56,8 +56,8 @@ def open_forecast(
 ) -> StoredForecast:
     """Open forecasts in a Zarr store (folder or fsspec URL) or a NetCDF file.
 
-    picks: name of a dimension that is no axis of forecasts -> the label of what is read of it. access: how a
-    URL is read. DataError, one line naming path and reason, where there is none.
+    picks: name of a dimension that is not an axis of forecasts -> label to read. access: options for URLs.
+    Raises DataError, one line with path and reason, if there are no forecasts.
     """
     files = find_files(path)
     if len(files) > 1:
@@ -72,7 +72,7 @@ def open_forecast(
 
 
 def stored_status(file: OpenFile) -> np.ndarray | None:
-    """Return the status (n, L) of each date and lead, of an ensemble that of its worst member."""
+    """Return the status (n, L) of each date and lead; of an ensemble the worst of its members."""
     if STATUS not in file.arrays:
         return None
     status = np.asarray(file.fetch(STATUS), int)  # (n, L[, M])

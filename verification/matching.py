@@ -1,8 +1,8 @@
-"""Pairs of forecast and truth of the same variables, valid time, units, grid, cells and device.
+"""Pairs of forecast and truth with the same variables, valid time, units, grid, cells and device.
 
-All forecasts of a comparison are read together, by blocks of dates and leads: truth and climatology are read
-and regridded once for all of them, and a cell counts where the truth and every forecast have a value. One
-thread reads, a block ahead of the scores. Shapes: M members, V variables, H latitudes, W longitudes.
+All forecasts of a comparison are read together, in blocks of dates and leads. Truth and climatology are read
+and regridded once for all of them, and a cell is scored if the truth and every forecast have a value. One
+thread reads, one block ahead of the scores. Shapes: M members, V variables, H latitudes, W longitudes.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -38,7 +38,7 @@ class ForecastFields(Protocol):
     leads: np.ndarray  # (L,) timedelta64[s], ascending
     num_members: int  # 0: not an ensemble
     block: tuple[int, int]  # initial dates and leads that are stored, and decoded, together
-    from_analyses: bool  # cells that the analysis of the initial date lacks are not scored, as in train.py
+    from_analyses: bool  # cells that are missing in the initial analysis are not scored, as in train.py
     status: np.ndarray | None  # (n, L) of verification.stores; None: all are computed
 
     @property
@@ -63,8 +63,8 @@ class Pair:
     lead: int  # position among the leads that are compared
     rows: list[int]  # positions of these V among the forecast's variables
     forecast: Tensor  # or (M, V, H, W)
-    truth: Tensor  # NaN in cells that are not scored, which are those that a forecast lacks, too
-    whole: Tensor  # the truth before
+    truth: Tensor  # NaN in cells that are not scored, because the truth or a forecast lacks them
+    whole: Tensor  # the truth without this mask
     climatology: Tensor | None  # NaN where there is none
 
 
@@ -82,7 +82,7 @@ class Source:
         self.variables = sum(self.parts, [])
 
     def status(self, date: int, lead: int) -> int:
-        """Return the status at a date and lead, whose positions are those of the comparison."""
+        """Return the status at a date and lead, given by their positions in the comparison."""
         status = self.fields.status
         return COMPUTED if status is None else int(status[self.dates[date], self.leads[lead]])
 
@@ -120,7 +120,7 @@ class Matcher:
         boundary = boundary_cells(grid.shape, boundary_width).to(device)
         self.boundary = boundary if boundary_width else None
         self.grid, self.device, self.dates, self.leads = grid, torch.device(device), dates, leads
-        # How many dates and leads of every forecast are little enough to be read together.
+        # Numbers of dates and leads that fit in memory together for every forecast.
         sizes = [max(1, f.num_members) * field_bytes(f.grid, len(variables)) for f in forecasts.values()]
         self.limit = BLOCK_BYTES // max(sizes)
         self.groups = [list(variables)]
@@ -136,8 +136,8 @@ class Matcher:
         self.find_climatology = climatology and self._climatology_finder(climatology, num_cached)
 
     def _truth_finder(self, truth: Archive, num_cached: int) -> Callable[[np.datetime64, int], Tensor | None]:
-        """Return the function from a date and the number of a group to the analysis (V, H, W), None without
-        one. num_cached: how many are kept for later dates.
+        """Return a function that maps a date and a group number to the analysis (V, H, W) or None.
+        num_cached: number of analyses to keep for later dates.
         """
         regrid, times = self._regridder(truth), truth.times
         limit = BLOCK_BYTES // field_bytes(truth.grid, max(map(len, self.groups)))
@@ -160,7 +160,7 @@ class Matcher:
     def _climatology_finder(
         self, climatology: Climatology, num_cached: int
     ) -> Callable[[np.datetime64, int], Tensor]:
-        """Return the same function for a climatology, NaN for what it lacks."""
+        """Return the same function for a climatology, with NaN for missing fields."""
         regrid = self._regridder(climatology)
 
         @lru_cache(len(self.groups) * num_cached)
@@ -175,34 +175,34 @@ class Matcher:
         return find
 
     def _regridder(self, source: ForecastFields | Archive | Climatology) -> Callable[[np.ndarray], Tensor]:
-        """Return the function from fields (..., V, H, W) of a source to fields on the evaluation's grid and
-        device. Raises DataError for units that are not those of the truth.
+        """Return a function that regrids fields (..., V, H, W) of a source to the evaluation's grid and
+        device. Raises DataError if the units differ from the truth's.
         """
         check_units(source, self.units)
         if source.grid.same_as(self.grid):
             return lambda fields: torch.from_numpy(fields).to(self.device)
         regridder = Regridder(source.grid, self.grid, self.device)
-        outside = ~regridder.covered  # the mean of a part of a cell is not that of the cell
+        outside = ~regridder.covered  # cells that the source covers only in part
         return lambda fields: regridder(torch.from_numpy(fields).to(self.device)).masked_fill(
             outside, torch.nan
         )
 
     def _valid_dates(self, times: np.ndarray) -> int:
-        """Return how many of these dates the initial dates that are read together have as valid times."""
+        """Return the largest number of these dates that are valid times of a block of initial dates."""
         starts, together = self.dates, min(max(map(len, self.blocks())), len(self.dates)) - 1
         first, last = starts[: len(starts) - together], starts[together:] + self.leads.max()
         return int((np.searchsorted(times, last, "right") - np.searchsorted(times, first)).max()) or 1
 
     def blocks(self) -> list[list[int]]:
-        """Return positions of the dates in groups that are stored together and little enough to be read at
-        once: as the forecast with the largest chunks has them.
+        """Return positions of the dates in groups that are stored together and fit in memory, by the forecast
+        with the largest chunks.
         """
         widest = max(self.sources.values(), key=lambda source: source.fields.block[0])
         return _together(widest.dates, min(widest.fields.block[0], self.limit, MOST_DATES))
 
     def pairs(self, blocks: Sequence[list[int]]) -> Iterator[tuple[list[Pair], list[int]]]:
-        """Yield the pairs of blocks of dates, those that are read together and one step ahead, and the dates
-        that are complete with them.
+        """Yield pairs that are read together, one step ahead, and the dates of a block that are complete with
+        them.
         """
         widest = max(self.sources.values(), key=lambda source: source.fields.block[1])
         steps, ends = [], {}
@@ -240,7 +240,7 @@ class Matcher:
         found = {name: self.regrid[name](each) for name, each in fields.items()}
         rows = {name: list(map(self.groups[group].index, self.sources[name].parts[group])) for name in fields}
         for name, forecast in found.items():
-            if status[name] != DIVERGED:  # what has diverged is wrong there, and not missing
+            if status[name] != DIVERGED:  # a diverged forecast is wrong there, not missing
                 truth = mask_missing(truth, forecast, rows[name])
         clim = self.find_climatology(valid_time, group) if self.find_climatology else None
         pairs = []
@@ -262,7 +262,7 @@ def field_bytes(grid: Grid, variables: int) -> int:
 def mask_missing(truth: Tensor, fields: Tensor, rows: Sequence[int]) -> Tensor:
     """Return the truth (V, H, W), NaN where fields ([M,] v, H, W) of some of its variables have no value.
 
-    An infinite value is not missing; of an ensemble one member without a value is enough.
+    An infinite value is not missing; in an ensemble, one member without a value makes a cell missing.
     """
     missing = torch.isnan(fields)
     if not missing.any():
@@ -273,7 +273,7 @@ def mask_missing(truth: Tensor, fields: Tensor, rows: Sequence[int]) -> Tensor:
 
 
 def check_units(source: ForecastFields | Archive | Climatology, units: Mapping[str, str]) -> None:
-    """Raise DataError unless a source has its variables in these units, those of the truth, or names none.
+    """Raise DataError unless a source has its variables in these units (the truth's), or no units.
 
     Variables that the project knows are read in its own units, whatever the file has.
     """

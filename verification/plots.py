@@ -38,12 +38,12 @@ from verification.validation import Example, Scores
 
 # Variables that are drawn first; others follow.
 MAX_MAPS = 4
-MAX_COLUMNS = 720  # of cells: a panel has fewer pixels, and nine of 1024 x 2048 take 1.1 GiB
+MAX_COLUMNS = 720  # cells: a panel has fewer pixels, and nine panels of 1024 x 2048 take 1.1 GiB
 OUTLIERS = 0.1  # per cent at either end that the range of colours may leave out
 TITLES = {"rmse": "Root-mean-square error", "acc": "Anomaly correlation"}
 
 
-# -- what all plots have in common
+# -- for all plots
 
 
 def build_panels(
@@ -161,14 +161,14 @@ def draw_map(
 
 
 def thin(grid: Grid, field: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return longitudes, latitudes and values of every n-th cell: a mean would hide noise."""
+    """Return longitudes, latitudes and values of every n-th cell, because a mean would hide noise."""
     every = -(-field.shape[1] // MAX_COLUMNS)
     return grid.longitude[::every], grid.latitude[::every], field[::every, ::every]
 
 
 def color_range(*fields: np.ndarray, signed: bool = False) -> dict[str, Any]:
-    """Return one range of colours for fields that are compared, with 0 in the middle if they are `signed`, as
-    errors are, or have both signs, as winds have.
+    """Return a common colour range for fields, centred on 0 if they are `signed` (errors) or have both signs
+    (winds).
     """
     values = np.concatenate([field[np.isfinite(field)] for field in fields])
     low, high = np.percentile(values, [OUTLIERS, 100 - OUTLIERS]) if len(values) else (-1.0, 1.0)

@@ -1,4 +1,4 @@
-"""A report of a run as one HTML file that needs nothing else.
+"""Report of a run as a single HTML file without dependencies.
 
     .venv/bin/python -m verification.report_page outputs/demo
 

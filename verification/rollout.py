@@ -11,15 +11,15 @@ from datasets.conditions import Conditions
 from datasets.normalization import Normalizer
 from models.noise import keys_of_members
 
-# Any forecast: physical states (B, V, H, W), to the model windows (B, h V, H, W), their dates
-# (B,) in seconds since 1970, and the leads in model steps, ascending -> physical fields (B, V, H, W) of one
-# lead after the other. The model, persistence and climatology all look like this.
+# Signature of the model, persistence and climatology: physical states (B, V, H, W), or windows (B, h V, H, W)
+# for the model, their dates (B,) in seconds since 1970, and the leads in model steps, ascending -> an
+# iterable of physical fields (B, V, H, W), one lead after the other.
 Forecast = Callable[[Tensor, Tensor, Sequence[int]], Iterable[Tensor]]
 Model = Callable[[Tensor], Tensor]
 
-# A state has blown up when it lies so many standard deviations from the mean, or so many times further than
-# the state that it started from. Rain in a single cell lies 300 of them out, a wind never 20; what grows
-# without bound passes either within some steps.
+# Limits above which a state has blown up: standard deviations from the mean, and a multiple of the initial
+# state's. Rain in a single cell can be 300 standard deviations from the mean, a wind never 20; an unbounded
+# forecast exceeds both within some steps.
 LARGEST_DEVIATIONS, LARGEST_GROWTH = 100.0, 10.0
 
 
@@ -38,8 +38,8 @@ def rollout(
 
     times (B,): dates of `start`, seconds since 1970. Each step sees the forcings of its own date. Missing
     values start at the mean. keys (B,): of the noise of a model that is given some (models/noise.py).
-    known: returns what `Normalizer.advance` is given of the state after step 1, 2, ... and its date; without
-    it forcing variables and a boundary stay as they start.
+    known: function that returns the argument `known` of `Normalizer.advance` for step 1, 2, ... and its date;
+    without it forcing variables and the boundary keep their initial values.
     """
     window = normalizer.normalize_window(start)
     for step in range(num_steps):

@@ -13,7 +13,7 @@ import xarray as xr
 from datasets.variables import group_levels, split_name, units
 
 GRAVITY = 9.80665  # m s-2: geopotential over it is in geopotential metres
-# scores.nc has all.
+# Limits of the tables; scores.nc has everything.
 LEADS_SHOWN = 6  # of a table that are not whole days
 VARIABLES_SHOWN = 24
 HEADLINE = (
@@ -69,7 +69,7 @@ def by_variable(
 
 
 def combine(parts: Mapping[str, xr.Dataset]) -> xr.Dataset:
-    """Return scores by forecast with a dimension `forecast` first, NaN (no dates) where one has less.
+    """Return the scores of all forecasts with a first dimension `forecast`, NaN (no dates) where missing.
 
     Coordinate `num_dates` (forecast, lead_time).
     """
@@ -154,7 +154,7 @@ def table(scores: Mapping[str, xr.Dataset], metric: str, title: str) -> str:
         title += f"; {len(printed)} of {len(names)} variables"
     for name in printed:
         values, dates = (select(whole, each, name).sel(lead_time=leads) for each in (metric, "num_dates"))
-        if metric != "rmse":  # of which one that is not finite is shown as nan
+        if metric != "rmse":  # an RMSE that is not finite is printed as nan
             values = values.dropna("forecast", how="all")
         if not values.size:
             continue

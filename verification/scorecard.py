@@ -1,9 +1,9 @@
 """One forecast against another: relative difference of RMSE by variable, level and lead.
 
-Significant: the 95 % interval of a bootstrap over initial dates excludes 0. Both forecasts are
-scored on the same dates, and dates are drawn for both together (paired): what a hard day adds to both cancels
-in the difference. Blocks of consecutive dates are drawn, because consecutive dates are alike and single ones
-would give intervals that are too narrow (Kuensch 1989, moving blocks). Shapes: n dates; N resamples.
+Significant: the 95 % interval of a bootstrap over initial dates excludes 0. Both forecasts are scored on the
+same dates, and dates are drawn for both together (paired), so that the effect of a difficult day cancels in
+the difference. Blocks of consecutive dates are drawn, because these are correlated, and single dates would
+give intervals that are too narrow (Kuensch 1989, moving blocks). Shapes: n dates; N resamples.
 """
 
 import math
@@ -18,9 +18,9 @@ from errors import DataError
 from verification.evaluation import Evaluation
 from verification.score_tables import lead_hours, one_variable, variable_names
 
-BOUND = 50.0  # per cent, where colours end
-BLOCK_DAYS = 5  # weather remembers about so long
-MIN_BLOCKS = 6  # from fewer the interval of a bootstrap is too narrow
+BOUND = 50.0  # per cent at the ends of the colour scale
+BLOCK_DAYS = 5  # about the decorrelation time of weather
+MIN_BLOCKS = 6  # with fewer the interval of a bootstrap is too narrow
 RESAMPLES, CONFIDENCE = 1000, 0.95
 
 
@@ -63,7 +63,7 @@ def dates_of_block(by_date: xr.Dataset) -> int:
 def draw_dates(num_dates: int, block_length: int) -> np.ndarray:
     """Return how often each resample draws each date, (N, n) float64 of row sum n; always the same.
 
-    Blocks of `block_length` consecutive dates begin at random ones (1: single dates); the last is cut.
+    Blocks of `block_length` consecutive dates start at random dates (1: single dates); the last is cut.
     """
     assert 1 <= block_length <= num_dates, f"blocks of {block_length} of {num_dates} dates"
     generator, blocks = np.random.default_rng(0), -(-num_dates // block_length)
@@ -76,8 +76,8 @@ def bootstrap(first: np.ndarray, second: np.ndarray, block_length: int) -> np.nd
     """Return the relative difference of two RMSEs, second over first minus 1, from squared errors (..., n):
     (..., 3), the difference and the lower and upper end of its percentile interval.
 
-    The root comes after the mean over dates. Dates that one of them lacks (NaN) do not count; where one is
-    infinite, that forecast is broken and the difference is no number.
+    The root is taken after the mean over dates. Dates that one of them lacks (NaN) do not count; an infinite
+    error means that the forecast is broken, and the difference is NaN.
     """
     valid = ~(np.isnan(first) | np.isnan(second))
     weights = np.vstack([np.ones(first.shape[-1]), draw_dates(first.shape[-1], block_length)])
@@ -86,7 +86,7 @@ def bootstrap(first: np.ndarray, second: np.ndarray, block_length: int) -> np.nd
         ours, theirs = (np.sqrt(np.where(valid, each, 0) @ weights.T / total) for each in (first, second))
         difference = (theirs - ours) / ours
     tail = (1 - CONFIDENCE) / 2
-    known = np.isfinite(difference[..., :1])  # a resample may have dates alone that do not count
+    known = np.isfinite(difference[..., :1])  # a resample may consist of dates that do not count
     resampled = np.where(known & (total[..., 1:] == 0), difference[..., :1], difference[..., 1:])
     limits = np.quantile(resampled, [tail, 1 - tail], axis=-1)
     return np.stack([difference[..., 0], *limits], axis=-1)

@@ -1,10 +1,10 @@
 """Scores of forecasts against the truth: statistics of single dates, and scores from their time means.
 
-A statistic is an area mean over a region of something at every cell; a score is made of time means of
-statistics (docs/verification.md has the formulas). Everything in float64. Cells without a truth are left out;
-where a forecast is not finite though the truth is, the statistic is NaN: a broken forecast must not look like
-a missing one. Regions are WeatherBench2's (scripts/evaluate.py, predefined_regions): a cell belongs to one
-when its centre does, limits included.
+A statistic is the area mean over a region of a quantity at every cell; a score is computed from time means
+of statistics (formulas: docs/verification.md), all in float64. Cells without a truth are left out. If a
+forecast is not finite in a cell with a truth, the statistic is NaN, so that a broken forecast does not look
+like a missing one. Regions are WeatherBench2's (scripts/evaluate.py, predefined_regions); a cell belongs to a
+region if its centre does, limits included.
 
 Shapes: B dates, L leads, V variables (a level counts as one), M members, R regions, S statistics, H
 latitudes, W longitudes.
@@ -32,7 +32,7 @@ WIND_VECTORS = {
     "10m_wind_vector": ("10m_u_component_of_wind", "10m_v_component_of_wind"),
 }
 Interval = tuple[float, float]
-ON_THE_LIMIT = 1e-4  # degrees: float32 coordinates, and those made equidistant, miss a limit by less
+ON_THE_LIMIT = 1e-4  # tolerance in degrees: rounding of coordinates is smaller
 
 
 @dataclass(frozen=True)
@@ -100,15 +100,15 @@ class RegionMeans:
     def total(self, fields: Tensor) -> Tensor:
         """Return weighted sums (..., R) of float64 fields (..., H, W): over longitude first, then latitude.
 
-        By plain sums: their order of additions does not depend on the number of threads. A product with a
-        matrix of columns took ten times as long, and had other bits for other alignments.
+        Uses plain sums, because their order does not depend on the number of threads. A matrix product took
+        ten times as long, and its last bits depended on the alignment of memory.
         """
         along = [sum(fields[..., part].sum(dim=-1) for part in parts) for parts in self.stretches]
         return (torch.stack([along[k] for k in self.column_of], dim=-1) * self.rows).sum(dim=-2)
 
     def __call__(self, fields: Tensor, truth: Tensor) -> tuple[Tensor, Tensor]:
         """Return means (S, V, R) of float64 fields (S, V, H, W), and where the truth (V, H, W) has a value,
-        (V, R) bool. Only if the sums are not finite, cells are sorted into valid, missing and broken ones.
+        (V, R) bool. Cells are divided into valid, missing and broken ones only if the sums are not finite.
         """
         totals = self.total(fields)
         if torch.isfinite(totals).all():
@@ -122,7 +122,7 @@ class RegionMeans:
 
 
 def stretches(inside: np.ndarray) -> list[slice]:
-    """Return slices of the columns (W,) that are not 0; an empty one where all are."""
+    """Return slices of the columns (W,) that are not 0; an empty slice if all are 0."""
     edges = np.flatnonzero(np.diff(inside != 0, prepend=False, append=False)).tolist()
     return [slice(*ends) for ends in zip(edges[::2], edges[1::2], strict=True)] or [slice(0, 0)]
 
@@ -210,8 +210,8 @@ def wind_pairs(variables: Sequence[str]) -> dict[str, tuple[int, int]]:
 def append_wind(
     values: Tensor, present: Tensor, pairs: Mapping[str, tuple[int, int]]
 ) -> tuple[Tensor, Tensor]:
-    """Append wind vectors to (S, ..., V, R) and (..., V, R): only their squared error, the first of the
-    statistics, is defined, the sum of both.
+    """Append wind vectors to (S, ..., V, R) and (..., V, R). Only their squared error, the first statistic,
+    is defined: the sum over both components.
     """
     if not pairs:
         return values, present
@@ -243,8 +243,8 @@ def final_scores(means: Mapping[str, Tensor], num_members: int) -> dict[str, Ten
 def ensemble_scores(means: Mapping[str, Tensor], num_members: int) -> dict[str, Tensor]:
     """Return the scores of the members by name, from the time means of statistics.
 
-    The unbiased ratio of spread and skill is 1 where the truth might be a member, whatever their number
-    (WeatherBench-X), and less where they are too sure.
+    The unbiased ratio of spread and skill is 1 for a perfect ensemble of any size (WeatherBench-X), and less
+    for an overconfident one.
     """
     spread, unbiased = means["variance"].sqrt(), means["mse"] - means["variance"] / num_members
     scores = {"crps": means["crps"], "spread": spread, "spread_skill_ratio": spread / means["mse"].sqrt()}

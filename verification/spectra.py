@@ -1,4 +1,4 @@
-"""Zonal energy spectra of forecasts and truth at one lead, as WeatherBench2 has them.
+"""Zonal energy spectra of forecasts and truth at one lead, defined as in WeatherBench2.
 
 On a circle of latitude of circumference C with values f[l], l = 0 .. W-1, and F[k] = sum f[l] exp(-2 pi i k l
 / W) / W, the energy is S[0] = C |F[0]|^2 and S[k] = 2 C |F[k]|^2 (derived_variables.ZonalEnergySpectrum): the
@@ -23,7 +23,7 @@ EARTH_RADIUS = (6357e3 + 6378e3) / 2  # metres; WeatherBench2's
 
 
 class Spectra:
-    """Sums over dates, float64, so that memory does not grow with them."""
+    """Sums of spectra over dates, float64; memory does not grow with the number of dates."""
 
     def __init__(
         self,
@@ -54,7 +54,7 @@ class Spectra:
             self.sums["dates"][v] += valid.any()
             self.sums["whole_rows"][v] += whole
             for name, fields in {"forecast": members, "truth": truth[None]}.items():
-                # Energy of the members: their mean is too smooth.
+                # Mean energy of the members, not the energy of their mean, which is too smooth.
                 energy = zonal_energy_spectrum(fields, self.length).mean(dim=0)
                 self.sums[name][v] += torch.where(whole[:, None], energy, 0.0)
 

@@ -1,12 +1,12 @@
-"""Stores of forecasts and climatologies in WeatherBench2's schema; forecasts are written while the model
-computes.
+"""Stores of forecasts and climatologies in WeatherBench2's schema. Forecasts are written while the model
+computes the next ones.
 
     forecast.zarr/                   (time, prediction_timedelta[, number][, level], latitude, longitude)
         geopotential/c/0/3/0/0/0     a chunk: one variable of one date (and member) at one lead, all levels
-        forecast_status/c/0/0     of a date (and member) that has all its leads, what became of each of them
+        forecast_status/c/0/0     status of each lead, for a date (and member) with all its leads
 
-A chunk gets its name when it is whole, so that xarray can open the store at any time: what is not written yet
-is NaN, and its status "not_computed". Metadata are consolidated. Shapes: B states, V variables, H latitudes,
+A chunk gets its name when it is complete, so that xarray can open the store at any time: a missing chunk is
+NaN, and its status "not_computed". Metadata are consolidated. Shapes: B states, V variables, H latitudes,
 W longitudes.
 """
 
@@ -31,7 +31,7 @@ from datasets.grid import Grid
 from datasets.variables import STANDARD_NAMES, group_levels, split_name, units
 from errors import ConfigError, DataError
 
-# Attributes of coordinates and stores by the CF conventions, which other tools find them by.
+# Attributes of coordinates and stores by the CF conventions, which other tools use to find them.
 CONVENTIONS = {"Conventions": "CF-1.11"}
 COORDINATES = {
     "time": {"standard_name": "forecast_reference_time", "axis": "T"},
@@ -41,7 +41,7 @@ COORDINATES = {
     "latitude": {"standard_name": "latitude", "units": "degrees_north", "axis": "Y"},
     "longitude": {"standard_name": "longitude", "units": "degrees_east", "axis": "X"},
 }
-# Variable of a forecast's store, (time, prediction_timedelta[, number]): what became of each forecast.
+# Variable of a forecast's store, (time, prediction_timedelta[, number]): the status of each forecast.
 STATUS = "forecast_status"
 NOT_COMPUTED, COMPUTED, DIVERGED, NO_ANALYSIS = range(4)
 STATUS_FLAGS = {
@@ -50,13 +50,13 @@ STATUS_FLAGS = {
     "flag_meanings": "not_computed computed diverged no_initial_analysis",
 }
 COMPRESSOR = BloscCodec(cname="lz4", clevel=5, shuffle="shuffle", typesize=4)  # WeatherBench2's
-ATTRIBUTE = "rossby"  # of the store: what it is a forecast of
-NUM_THREADS = 8  # a rank's that compress and write; numcodecs lets go of the interpreter meanwhile
-LEADS_IN_FLIGHT = 2  # of this rank, on the device or being written: more would only fill memory
+ATTRIBUTE = "rossby"  # attribute of a store that identifies its forecast
+NUM_THREADS = 8  # per rank, to compress and write; numcodecs releases the interpreter lock
+LEADS_IN_FLIGHT = 2  # leads of this rank on the device or being written; more would only use memory
 
 
 def all_levels(variables: Sequence[str]) -> list[int]:
-    """Return the levels of all variables, ascending (hPa): the arrays of a store have them in common."""
+    """Return the levels of all variables, ascending (hPa), which all arrays of a store share."""
     own = group_levels(variables).values()
     return sorted({level for levels in own for level in levels if level is not None})
 
@@ -135,7 +135,7 @@ class StoreIndex:
 class ForecastStore:
     """A store on disk that rank 0 creates; then every rank writes chunks of its own.
 
-    With a `target` that ends in .nc the store is beside it, and becomes that file at the end.
+    If `target` ends in .nc, the store is written next to it and converted to that file at the end.
     """
 
     def __init__(self, target: Path, index: StoreIndex) -> None:
@@ -145,7 +145,7 @@ class ForecastStore:
         self.opened: dict[str, zarr.Array] = {}
 
     def create(self, about: dict[str, Any]) -> None:
-        """Make the store, or go on with the one that is there. Raises ConfigError if that is another one."""
+        """Create the store, or continue an existing one. Raises ConfigError if it has another forecast."""
         if self.is_written or self.path.exists():
             self._check_same(about)
         else:
@@ -173,7 +173,7 @@ class ForecastStore:
 
     @property
     def is_written(self) -> bool:
-        """True if the NetCDF file is there, and so every forecast is finished."""
+        """True if the NetCDF file exists, which means that every forecast is finished."""
         return self.is_netcdf and self.target.exists()
 
     def _open(self) -> xr.Dataset:
@@ -183,7 +183,7 @@ class ForecastStore:
                 return xr.open_dataset(self.target, engine="h5netcdf", decode_cf=False)
             return xr.open_zarr(self.path, chunks=None, consolidated=False, decode_cf=False)
         except (OSError, ValueError, KeyError, TypeError, ExceptionGroup):  # zarr's, of many files
-            raise self._error("is there and no forecast of ours, or damaged") from None
+            raise self._error("exists, and is not a forecast of Rossby, or damaged") from None
 
     def _check_same(self, about: dict[str, Any]) -> None:
         """Raise ConfigError unless every byte of the store would be the same."""
@@ -191,7 +191,7 @@ class ForecastStore:
             try:
                 stored = dict(json.loads(forecasts.attrs.get(ATTRIBUTE, "{}")))
             except (ValueError, TypeError):
-                raise self._error("is there and no forecast of ours, or damaged") from None
+                raise self._error("exists, and is not a forecast of Rossby, or damaged") from None
         for key, value in json.loads(json.dumps(about)).items():
             if stored.get(key) != value:
                 there, here = f"{stored.get(key)!s:.60}", f"{value!s:.60}"
@@ -257,14 +257,14 @@ class ForecastStore:
 
 
 class ForecastWriter:
-    """Writes fields from the device in threads, an array each, while the model goes on."""
+    """Writer of fields from the device, in one thread per array, while the model computes."""
 
     def __init__(self, store: ForecastStore) -> None:
         self.store, self.pool = store, ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="forecast-writer")
-        self.in_flight: deque[list[Future]] = deque()  # of each lead that is not known to be written
+        self.in_flight: deque[list[Future]] = deque()  # of each lead that may not be written yet
 
     def write(self, pairs: Sequence[tuple[int, int]], lead: int, fields: Tensor) -> None:
-        """Start to write fields (B, V, H, W) at a lead, of B pairs (date, member), which may not change then.
+        """Start to write fields (B, V, H, W) at a lead, of B pairs (date, member); do not change them after.
 
         Waits while LEADS_IN_FLIGHT are being written. Raises OSError of an earlier lead.
         """
@@ -273,7 +273,7 @@ class ForecastWriter:
         self.in_flight.append([submit(self.store.write_chunks, n, pairs, lead, fields) for n in names])
 
     def wait(self, at_most: int = 0) -> None:
-        """Wait until at most so many leads are in flight. Raises OSError if one could not be written."""
+        """Wait until at most `at_most` leads are in flight. Raises OSError if one could not be written."""
         while len(self.in_flight) > at_most:
             for future in self.in_flight.popleft():
                 future.result()

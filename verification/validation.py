@@ -33,7 +33,7 @@ OF_MEMBERS = {"crps": "crps", "spread_skill": "unbiased_spread_skill_ratio"}
 class Scores:
     """Scores of a validation, by forecast in the form of `Evaluation.scores`, and the loss of the model.
 
-    Of an ensemble "rmse" is its mean's.
+    For an ensemble, "rmse" is the RMSE of its mean.
     """
 
     variables: Sequence[str]
@@ -46,7 +46,7 @@ class Scores:
 
     @property
     def num_dates(self) -> list[int]:
-        """Return how many dates have a truth, a lead."""
+        """Return the number of dates with a truth, for each lead."""
         return self.by_forecast["model"]["num_dates"].values.tolist()
 
     def values(self, metric: str, name: str = "model") -> np.ndarray:
@@ -55,7 +55,7 @@ class Scores:
         return np.stack([select(scores, metric, variable).values for variable in self.variables], axis=-1)
 
     def record(self, step: int) -> dict[str, float]:
-        """Return the validation object of metrics.jsonl: leads but for the first end in @<hours>h."""
+        """Return the validation object of metrics.jsonl: keys of leads after the first end in @<hours>h."""
         record: dict[str, float] = {"step": step, "val/loss": self.loss}
         suffixes = ["", *(f"@{hours}h" for hours in self.lead_hours[1:])]
         record |= {f"val/dates{suffix}": n for suffix, n in zip(suffixes, self.num_dates, strict=True)}
@@ -93,9 +93,9 @@ class Validation:
         num_forcing: int = 0,
         boundary: Tensor | None = None,
     ) -> None:
-        """part: which part of the dates is this rank's, of how many; counts: on one rank of each part;
-        members: of the model's forecasts; num_forcing: variables that are not scored, the last ones;
-        boundary: cells that are not, bool (H, W).
+        """part: index of this rank's part of the dates, and number of parts; counts: True on one rank of each
+        part; members: of the model's forecasts; num_forcing: number of last variables that are not scored;
+        boundary: cells that are not scored, bool (H, W).
         """
         self.boundary = boundary
         self.lead_steps, self.step_hours, self.device = lead_steps, step_hours, device
@@ -133,8 +133,8 @@ class Validation:
         return self._scores(tallies, losses)
 
     def _scored(self, truth: Tensor, state: Tensor) -> Tensor:
-        """Return a truth (V, H, W) without cells that are missing at the start, or on the boundary:
-        persistence has no value there.
+        """Return a truth (V, H, W) with NaN in cells that are missing in the initial state, where persistence
+        has no value, or on the boundary.
         """
         truth = torch.where(torch.isfinite(state), truth, torch.nan)
         return truth if self.boundary is None else truth.masked_fill_(self.boundary, torch.nan)
@@ -160,7 +160,7 @@ class Validation:
         return np.datetime64(int(times), "s"), dict(zip(self.variables, pairs, strict=False))
 
     def _scores(self, tallies: dict[str, Tally], losses: Tensor) -> Scores:
-        """Return the scores of all ranks, bit-exact on any number: each date is not 0 on one of them only."""
+        """Return the scores over all ranks, bit-exact on any number: a date is 0 on all but one."""
         for values in (*(tally.table for tally in tallies.values()), losses):
             if not self.counts:
                 values.zero_()  # another rank has the same
