@@ -1,4 +1,4 @@
-"""A transformer as the planner sees it: shapes, read from the model of models/vit.py on meta tensors.
+"""Shapes of a transformer for the planner, read from the model in models/vit.py on meta tensors.
 
 Shapes: T tokens of a sample, D width, M hidden width of the MLP.
 """
@@ -33,7 +33,7 @@ class Architecture:
     qk_norm: bool = False
     rotary: bool = False  # queries and keys are rotated by row and column: models/embeddings.py
     window_tokens: tuple[int, ...] = ()  # tokens of a window, of each block that has windows
-    copied_fraction: float = 0.0  # part of the blocks whose windows are copied together: those that cut rows
+    copied_fraction: float = 0.0  # fraction of blocks with windows that cut rows and have to be copied
 
     @property
     def head_dim(self) -> int:
@@ -76,7 +76,7 @@ def count(shapes: Shapes) -> int:
 
 
 def cut(shapes: Shapes, tp: int) -> Shapes:
-    """Parameters of one of `tp` ranks of tensor parallelism."""
+    """Return the parameters of one of `tp` tensor-parallel ranks."""
     result = {}
     for name, shape in shapes.items():
         part = list(shape)
@@ -97,7 +97,7 @@ def architecture_of(
     model: Model, grid_shape: tuple[int, int], in_channels: int, out_channels: int
 ) -> Architecture:
     """Return the shapes of the configured ViT on a grid."""
-    from models.vit import VisionTransformer  # here: it takes torch's seconds
+    from models.vit import VisionTransformer  # imported here: torch takes seconds
 
     built = build_model(model, out_channels, in_channels - out_channels, grid_shape, True)
     assert isinstance(built, VisionTransformer)

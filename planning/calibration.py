@@ -1,4 +1,4 @@
-"""Steps of a configuration measured on this machine, in a folder that plan.py --anchor takes as a run."""
+"""Measurement of a configuration's steps on this machine, in a folder for plan.py --anchor."""
 
 import json
 import time
@@ -20,7 +20,7 @@ from training.state import build_state
 from training.step import Run, train_step
 
 CALIBRATION = Path(in_project("outputs/calibration"))
-FEWEST, MOST, SECONDS = 4, 20, 30.0  # steps; no more of them after so many seconds
+FEWEST, MOST, SECONDS = 4, 20, 30.0  # numbers of steps; after SECONDS no further ones
 
 
 def calibrate(config: Config, grid: Grid, num_variables: int, folder: Path) -> None:

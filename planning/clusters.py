@@ -1,4 +1,4 @@
-"""Clusters that runs can be planned for: devices, links, prices, from clusters.toml and files of the user.
+"""Clusters for planning: devices, links, prices, from clusters.toml and files of the user.
 
 All figures are in base units: bytes, seconds, FLOP/s, bytes/s, dollars. Where devices are shared (the
 ranks on a CPU), a node's figures are divided among its ranks.
@@ -32,13 +32,13 @@ class Device:
     matmul: dict[str, float]  # FLOP/s by precision that large matrix products reach
     attention_forward: dict[int, float]  # bf16 FLOP/s by head size: 4 T^2 d of them, not causal
     attention_backward: dict[int, float]  # the same, of 8 T^2 d
-    hopper_forward: dict[int, float]  # those of kernels made for Hopper or later; empty: there are none
+    hopper_forward: dict[int, float]  # rates of kernels for Hopper or later; empty: no such kernels
     hopper_backward: dict[int, float]
     bandwidth: float  # bytes/s, read and written, that elementwise kernels reach
-    float32_attention: float = 0.0  # over that in bf16; 0: as in matrix products
+    float32_attention: float = 0.0  # rate relative to bf16; 0: the ratio of matrix products
 
     def linear_seconds(self, rows: int, inputs: int, outputs: int, dtype: str, backward: bool) -> float:
-        """One product forward, two backward."""
+        """Return the seconds of a linear layer: one product forward, two backward."""
         if not backward:
             return self.product_seconds(1, rows, inputs, outputs, dtype)
         of_input = self.product_seconds(1, rows, outputs, inputs, dtype)
@@ -47,8 +47,8 @@ class Device:
     def product_seconds(self, number: int, rows: int, inputs: int, outputs: int, dtype: str) -> float:
         """Seconds of `number` products of matrices.
 
-        A tile of the output is written when it is computed, which takes longer than computing it where a row
-        has few inputs: those of a narrow model, or of one of many tensor-parallel ranks.
+        Each tile of the output is written after it is computed. With few inputs per row (a narrow model, or
+        many tensor-parallel ranks) writing takes longer than computing.
         """
         rate = ORDINARY * self.matmul.get(PRECISION[dtype], self.matmul["bf16"])
         written = (4 if dtype == "float32" else 2) * rows * outputs
@@ -57,7 +57,7 @@ class Device:
     def attention_seconds(
         self, batch: int, heads: int, tokens: int, head_dim: int, dtype: str, backward: bool, backend: str
     ) -> float:
-        """4 T^2 E FLOPs of a head forward, 8 backward."""
+        """Return the seconds of attention: 4 T^2 E FLOPs per head forward, 8 T^2 E backward."""
         if backend == "math":  # each product writes or reads all T^2 scores, and so does every pass between
             shapes = (tokens, head_dim, tokens), (tokens, tokens, head_dim)  # half of the products each
             products = sum(self.product_seconds(batch * heads, *shape, dtype) for shape in shapes)
@@ -78,7 +78,7 @@ class Device:
         return size / self.bandwidth
 
     def scaled(self, factor: float) -> "Device":
-        """Memory and rates times `factor`. What a process or an operator costs stays what it was."""
+        """Return a device with memory and rates times `factor`. Costs per process or operator stay equal."""
         tables = ("peak", "matmul", "attention_forward", "attention_backward")
         rates = {name: {key: factor * rate for key, rate in getattr(self, name).items()} for name in tables}
         memory, bandwidth = round(self.memory * factor), self.bandwidth * factor
@@ -87,7 +87,7 @@ class Device:
 
 @dataclass(frozen=True)
 class Link:
-    """A message of s bytes takes latency + s / bandwidth."""
+    """A link of the network: a message of s bytes takes latency + s / bandwidth."""
 
     latency: float  # seconds of one step of a ring
     bandwidth: float  # bytes/s sent while as many are received (NCCL's bus bandwidth)
@@ -113,7 +113,7 @@ class Cluster:
     spot: float  # $ a device-hour
     spot_interruptions: float  # a node-hour, for spot nodes
     failures: float  # a node-hour, of every node
-    shared: bool = False  # ranks of a node divide its cores and memory: fewer ranks, faster ones
+    shared: bool = False  # the ranks of a node share its cores and memory, so that fewer ranks are faster
     anchor: Any = None  # the Anchor, a measured run that plans are scaled by (planning/known_runs.py)
 
     @property
@@ -137,7 +137,7 @@ MACHINES = Path(__file__).with_name("clusters.toml")
 MOST_DEVICES = 1_000_000
 Table = dict[str, Any]  # one machine of a TOML file
 LINK = ("latency", "bandwidth")
-# Keys of a machine that are no numbers -> a type, or the keys that a table of numbers needs.
+# Keys of a machine that are not numbers -> type, or required keys of a table of numbers.
 OTHERS: dict[str, type | tuple[str, ...]] = {
     "like": str,  # a machine that has the rest
     "known_as": list,  # torch's names of the device
@@ -157,7 +157,7 @@ MAY_BE_ZERO = ("reserved", "on_demand", "spot", "spot_interruptions", "failures"
 
 
 def load_cluster(name: str, files: Iterable[str | Path] = ()) -> Cluster:
-    """The cluster `name`: a machine and how many of its devices ("a100x64", "a100-40x16", "cpu2").
+    """Return the cluster `name`: a machine and a number of devices ("a100x64", "a100-40x16", "cpu2").
 
     A machine's name alone is one node of it. `files` are TOML files of the user's, which add machines or
     change keys of known ones. ConfigError, in one line, for what cannot be read or is not known.
@@ -192,9 +192,9 @@ def machine_known_as(device_name: str, files: Iterable[str | Path] = ()) -> str 
 
 
 def all_machines(files: Iterable[str | Path] = ()) -> dict[str, Table]:
-    """Machines of clusters.toml and, over it, of the user's files. Raises ConfigError.
+    """Return the machines of clusters.toml, updated by the user's files. Raises ConfigError.
 
-    A machine that is there, or the one that a new one is `like`, gives what is left out.
+    Missing keys are taken from the known machine of that name, or from the machine named by `like`.
     """
     tables: dict[str, Table] = {}
     for path in (MACHINES, *map(Path, files)):
@@ -221,13 +221,13 @@ def read_machines(path: Path) -> dict[str, Table]:
         if not isinstance(table, dict):
             raise ConfigError(f"--clusters {path}: {machine} is outside a machine; put it below [name]")
         for key, value in table.items():
-            if fix := what_is_wrong(key, value):
+            if fix := find_problem(key, value):
                 raise ConfigError(f"--clusters {path}: {machine}.{key} = {value!r}: {fix}")
     return tables
 
 
-def what_is_wrong(key: str, value: Any) -> str:
-    """Return "" if `value` is what `key` takes, or else what to do."""
+def find_problem(key: str, value: Any) -> str:
+    """Return "" if `value` is valid for `key`, else the fix."""
     if key not in KEYS:
         return f"no such key; {nearest(key, KEYS)}"
     takes = OTHERS.get(key)
@@ -247,7 +247,7 @@ def is_positive(value: Any) -> bool:
 
 
 def build_cluster(machine: str, table: Table) -> Cluster:
-    """Return one node of a machine; of one that ranks share, divided among as many as it has cores."""
+    """Return one node of a machine; a node that ranks share is divided among one rank per core."""
     values = {key: value for key, value in table.items() if key not in ("like", "known_as")}
     for key, takes in OTHERS.items():
         if takes == ():

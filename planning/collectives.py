@@ -77,7 +77,7 @@ class Recorder(TorchDispatchMode):
 
 
 def collectives_table(made: Counter[Collective]) -> str:
-    """Return one line a kind and axis: calls, and bytes of all of them."""
+    """Return a table with calls and total bytes of each kind and axis."""
     calls, sizes = Counter(), Counter()
     for call, number in made.items():
         calls[call.axis, call.kind] += number
@@ -106,7 +106,7 @@ def group_ranks(args: Any) -> tuple[int, ...]:
 def group_axes(mesh: Mesh) -> dict[tuple[int, ...], str]:
     """Map the ranks of each group of this rank to the axis of the mesh.
 
-    By ranks, not by name: DTensor keeps using the groups of an equal mesh that was built before.
+    Groups are identified by ranks, not by name, because DTensor reuses the groups of an earlier equal mesh.
     """
     axes = {}
     for device_mesh in (mesh.parameters, mesh.grid):

@@ -1,8 +1,8 @@
-"""Cost of a run: hours and dollars, on machines that may be taken away.
+"""Cost of a run in hours and dollars, on machines that can be preempted.
 
 Interruptions, by preemption or failure of a node, are a Poisson process of `rate` a second for the whole job.
-One stops every device: the job starts again in RESTART seconds, which may be interrupted too, and repeats
-what no checkpoint has. Times are in seconds unless a name has hours; money is in dollars.
+Each one stops every device. The job starts again in RESTART seconds, which may be interrupted too, and
+repeats the steps since the last checkpoint. Times are in seconds unless a name has hours; money in dollars.
 """
 
 import json
@@ -22,7 +22,7 @@ from training.due import Rollouts
 
 HOUR = 3600.0
 RESTART = HOUR / 2  # from an interruption to the next step: a node that fails costs the textbook 30 minutes
-HOPELESS = 300.0  # interruptions between two saves: e^300 seconds are not a time
+HOPELESS = 300.0  # interruptions between two saves, above which the time counts as infinite (e^300)
 
 
 @dataclass(frozen=True)
@@ -59,8 +59,8 @@ def fleets(cluster: Cluster) -> dict[str, Fleet]:
 def expected_time(work: float, interval: float, rate: float, restart: float = RESTART) -> float:
     """Expected seconds until `work` seconds of steps are done, saved every `interval` of them and at the end.
 
-    `rate` interruptions a second. Getting through s seconds undisturbed is tried again e^(rate s) - 1 times
-    on average, which takes (e^(rate s) - 1)/rate; the same is true of a restart (Daly 2006).
+    `rate`: interruptions per second. s seconds without interruption need e^(rate s) - 1 retries on average
+    and take (e^(rate s) - 1)/rate in all; the same is true of a restart (Daly 2006).
     """
     if rate == 0.0:
         return work
@@ -97,7 +97,7 @@ class CostRange:
         return " to ".join(dict.fromkeys(f"{value:,.{digits}f}" for value in values))
 
     def as_json(self) -> dict[str, Any]:
-        """JSON has no infinity: null."""
+        """Return the costs for JSON, with null for infinity."""
         bands = [{"fleets": costs} for costs in self.ends]
         values = {"steps": self.steps, "cost": {"fleets": self.planned}, "cost_band": bands or None}
         return json.loads(json.dumps(values), parse_constant=lambda infinity: None)
@@ -106,8 +106,8 @@ class CostRange:
 def cost_range(config: Config, plan: Plan, cluster: Cluster) -> CostRange:
     """Return costs of `training.steps` steps within the error band of the plan's step.
 
-    A save costs what the copy to the host takes; without asynchrony, what writing takes. Without saves an
-    interruption loses all.
+    A save costs the time of the copy to the host, or of writing if it is synchronous. Without saves an
+    interruption loses everything.
     """
     work, settings, every = plan.work, config.checkpoint, fleets(cluster)
     size = checkpoint_size(work)
@@ -118,7 +118,7 @@ def cost_range(config: Config, plan: Plan, cluster: Cluster) -> CostRange:
     lengths = [(number, time.total) for number, _, time in rollout_stages(config, plan, cluster)]
 
     def costs(slower: float) -> dict[str, Cost]:
-        """Costs of steps that take so many times as long as planned."""
+        """Return the costs if steps take `slower` times as long as planned."""
         stages = [
             (number * slower * seconds + number / steps * save, steps * slower * seconds + save)
             for number, seconds in lengths

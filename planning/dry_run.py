@@ -73,11 +73,11 @@ def mib(size: int) -> str:
 
 
 def dry_run(config: Config, world_size: int, grid: Grid, num_variables: int) -> DryRun:
-    """One step of `config` on `world_size` ranks, as written: the compiler knows no tracker of memory."""
+    """Run one step of `config` on `world_size` ranks, uncompiled, so that memory can be tracked."""
     if (degree := config.parallelism.pipeline_parallel_degree) > 1:
-        reason = "a dry run has no pipeline; leave out --dry_run, and closed forms plan it"
+        reason = "a dry run does not support pipelines; plan without --dry_run"
         refuse("parallelism.pipeline_parallel_degree", degree, reason)
-    # "auto" is not a CPU's choice here, "math" for few tokens.
+    # "auto" must not choose "math" for few tokens here, as it does on a CPU.
     backend = config.model.attention_backend.replace("auto", "sdpa")
     config = replace(config, model=replace(config.model, attention_backend=backend))
     config = replace(config, compile=replace(config.compile, enable=False))
@@ -94,7 +94,7 @@ def _run(config: Config, fields: Fields) -> DryRun:
     mesh = mesh_of(config.parallelism, device)
     assembly = assemble(config, fields, mesh, device, memory=fake)
     model = assembly.model
-    state = replace(build_state(config, assembly), scaler=LossScaler(False))  # which looks at values
+    state = replace(build_state(config, assembly), scaler=LossScaler(False))  # a scaler reads values
     tracker = StepTracker()
     for part in model.parts:
         if isinstance(part, DistributedDataParallel):
@@ -133,8 +133,8 @@ def _run(config: Config, fields: Fields) -> DryRun:
 
 
 class ModulesWithoutHooks(ModTracker):
-    """torch's tracker of modules without its hooks: they keep gradients and whole graphs, so that the peak of
-    a rollout, or of a backward pass in two parts, came out as up to three times the real one.
+    """torch's module tracker without its hooks, which keep gradients and whole graphs alive. With them the
+    peak of a rollout, or of a backward pass in two parts, was up to three times too large.
     """
 
     def __enter__(self) -> "ModulesWithoutHooks":
@@ -171,7 +171,7 @@ class StepTracker(MemTracker):
         return super().__torch_dispatch__(func, types, args, kwargs)
 
     def _update_peak_stats(self, peak_state: object) -> None:
-        """Keep the peak of the step only: torch walks all modules at every operator to keep theirs."""
+        """Update only the peak of the step; torch would walk all modules at every operator for theirs."""
         for device, snapshot in self._curr_mem_snap.items():
             if self._peak_mem.get(device, 0) < snapshot["Total"]:
                 self._peak_mem[device] = snapshot["Total"]
@@ -180,7 +180,7 @@ class StepTracker(MemTracker):
 
 @contextmanager
 def tracking(tracker: StepTracker) -> Iterator[None]:
-    """Track memory, but for DTensor's computation of shapes."""
+    """Track memory, except in DTensor's computation of shapes."""
     compute = ShardingPropagator._propagate_tensor_meta_non_cached
 
     def propagate(propagator: ShardingPropagator, schema: OpSchema) -> Any:
@@ -200,7 +200,7 @@ def tracking(tracker: StepTracker) -> Iterator[None]:
 
 
 class FakeBatches:
-    """The micro-batches of a step. Those that only accumulate are alike: the first represents all."""
+    """Micro-batches of a step. Those that only accumulate are equal, so the first represents all of them."""
 
     def __init__(self, config: Config, fields: Fields, degrees: Degrees, record: Recorder) -> None:
         training = config.training
@@ -228,7 +228,7 @@ def reduced_bucket(
     state: None,
     bucket: dist.GradBucket,  # type: ignore[reportPrivateImportUsage]
 ) -> torch.futures.Future[Tensor]:
-    """All-reduce as DDP does by itself: the fake group's own answer is not a tensor, which DDP needs."""
+    """All-reduce a bucket like DDP's default, for which the fake group does not return a tensor."""
     done: torch.futures.Future[Tensor] = torch.futures.Future()
     dist.all_reduce(bucket.buffer())
     done.set_result(bucket.buffer())

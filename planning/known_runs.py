@@ -1,4 +1,4 @@
-"""Runs that plans are judged and scaled by: published ones, and one of the user's own (plan.py --anchor).
+"""Known runs with which plans are compared and scaled: published runs, and a run of the user (--anchor).
 
 planning/error_bands.toml has the errors of plans of known runs by kind, as benchmarks/planner_published.py
 writes them; planning/report.py prints them next to every predicted time. A kind that is not there has too few
@@ -21,7 +21,7 @@ ANCHORED = "anchored, "  # before a kind of layout: planned with a measured run 
 
 
 def layout_kind(work: Workload) -> str:
-    """Return the kind of a layout, by the technique that is planned least well."""
+    """Return the kind of a layout, named by the technique with the least accurate plans."""
     degrees = work.degrees
     axes = {"pipeline": degrees.pp, "context parallel": degrees.cp, "tensor parallel": degrees.tp}
     return next((kind for kind, ranks in axes.items() if ranks > 1), "data parallel")
@@ -65,7 +65,7 @@ def run_record(folder: Path) -> tuple[int, float]:
 
 @dataclass(frozen=True)
 class Band:
-    """Seconds of a step as it was, over those planned: ends of four fifths of runs, and the median."""
+    """Measured over planned seconds of a step: limits of four fifths of the runs, and the median."""
 
     runs: int
     fastest: float
@@ -73,12 +73,12 @@ class Band:
     slowest: float
 
     def around(self, seconds: float) -> tuple[float, float]:
-        """Ends of the seconds that a step planned to take `seconds` may take."""
+        """Return the limits of the time of a step that is planned to take `seconds`."""
         return seconds * self.fastest, seconds * self.slowest
 
 
 def kind_of(work: Workload, cluster: Cluster) -> str:
-    """Return the kind of runs that a plan is judged by: PyTorch's of its layout, anchored or not."""
+    """Return the kind of known runs for a plan: PyTorch's with its kind of layout, anchored or not."""
     kind = layout_kind(work)
     return ANCHORED + kind if cluster.anchor and cluster.anchor.kind == kind else kind
 

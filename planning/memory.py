@@ -43,7 +43,7 @@ def memory(work: Workload) -> Memory:
 
 
 def stage_memory(work: Workload, first: bool, last: bool) -> Memory:
-    """The moments at which a step can be at its peak: the loss, backward of some blocks, the update."""
+    """Return the memory at the possible peaks of a step: loss, backward of some blocks, update."""
     model, tp, number = work.model, work.degrees.tp, work.rank_layers
     states, copies = state_bytes(work, first, last), work.in_flight(first)
     s, stored = unit_bytes(work), number * block_activations(work, work.ac_mode) * copies
@@ -52,7 +52,7 @@ def stage_memory(work: Workload, first: bool, last: bool) -> Memory:
     stored_ends = tokens * tp * model.in_features * (first and work.itemsize < FLOAT32)
     reducing = reduction_bytes(work)
     pipeline = pipeline_gradient_bytes(work, first, last)
-    if work.schedule == "GPipe":  # the first backward pass has no gradients yet, and the next less stored
+    if work.schedule == "GPipe":  # the first backward pass has no gradients yet, the next less stored
         pipeline = max(pipeline - stored / copies, 0.0)
     messages = message_bytes(work, first, last)
     always = {key: states[key] for key in ("parameters", "optimiser states", "averaged weights")}
@@ -62,7 +62,7 @@ def stage_memory(work: Workload, first: bool, last: bool) -> Memory:
         "fields": field_bytes(work, last),
         "buckets of DDP": states["gradients"] * work.uses_ddp,
         "gradients of a pipeline": pipeline,
-        # Where a rank has two stages, torch keeps what it sends to the end of the step.
+        # If a rank has two stages, torch keeps sent tensors until the end of the step.
         "messages of a pipeline": messages * work.stages_of_rank,
         "copies of weights": weight_copies(work, first, last),
         "prediction": tokens * model.out_features * last,
@@ -141,7 +141,7 @@ def shard_parameters(work: Workload, first: bool = True, last: bool = True) -> i
 
 
 def state_bytes(work: Workload, first: bool = True, last: bool = True) -> dict[str, float]:
-    """float32 master parameters, gradients, two moments; ZeRO-1 shards the moments over replicas."""
+    """Return the bytes of float32 parameters, gradients and two moments; ZeRO-1 shards the moments."""
     number = FLOAT32 * shard_parameters(work, first, last) * (not work.offload)
     owners = work.degrees.dp_replicate if work.zero1 else 1
     return {
@@ -169,10 +169,10 @@ def weight_copies(work: Workload, first: bool, last: bool) -> float:
 
 
 def gathered_bytes(work: Workload, first: bool, last: bool, blocks: int) -> float:
-    """FSDP: `blocks` blocks, and all the time what is in no block; "never" keeps all blocks, and so does a
-    pipeline.
+    """Return the bytes gathered by FSDP: `blocks` blocks, and always the parameters outside blocks. "never"
+    and pipelines keep all blocks.
 
-    In the backward pass two: one computes while the next is gathered. Those before stay in a pipeline.
+    In the backward pass 2 blocks: one computes while the next is gathered. A pipeline keeps earlier ones.
     """
     if not work.uses_fsdp:
         return 0
@@ -255,7 +255,7 @@ def normed(work: Workload) -> int:
 
 
 def scores_bytes(work: Workload) -> float:
-    """The "math" kernel keeps T numbers a token and head, but computes them again around a ring."""
+    """Return the bytes of the "math" kernel's T scores per token and head; a ring recomputes them."""
     if work.attention != "math" or (work.degrees.cp > 1 and work.method == "ring"):
         return 0
     return unit_bytes(work) / work.model.head_dim * work.model.mean_window_tokens

@@ -1,4 +1,4 @@
-"""Explain a lack of memory: where, how much was planned, and the cheapest changes that need less."""
+"""Explain out-of-memory errors: place, planned memory, and the cheapest changes that need less."""
 
 import gc
 import os
@@ -48,7 +48,7 @@ def run_with_watchdog(config: Config) -> Iterator[Watchdog]:
             text = ". ".join(" ".join(str(error).split()).split(". ")[:SENTENCES])
             traceback.clear_frames(error.__traceback__)  # frees tensors, for the explanation takes memory
             gc.collect()
-            # Data that the run has not opened are not opened now, which takes memory, too.
+            # Data that are not open yet are not opened now, because that takes memory.
             plan = planned(config, watchdog.selection)
             raise RunFailed(f"{where}: out of memory ({text}); {plan}") from None
 
@@ -71,7 +71,7 @@ def planned(config: Config, selection: Selection | None) -> str:
         return "the data were being opened"
     found = plan_here(config, selection, int(os.environ.get("WORLD_SIZE", "1")))
     if found is None:
-        return "this model or GPU is not planned: plan.py --dry_run measures what each layout takes"
+        return "the planner does not know this model or GPU: plan.py --dry_run measures what a layout needs"
     made, cluster = found
     less = min(cluster.device.memory, round(TARGET * made.memory.peak) + cluster.device.reserved)
     room = replace(cluster, device=replace(cluster.device, memory=less))

@@ -27,7 +27,7 @@ COMPRESSION = 0.72
 
 
 def answer(made: Plan, cluster: Cluster, cost: CostRange, config: Config, searched: bool) -> str:
-    """Return what a user asks first: time, money, speed, memory, layout, and the settings that help most."""
+    """Return the main results: time, cost, speed, memory, layout, and the settings that help most."""
     work, time = made.work, made.time
     peak, room = cluster.device.peak["bf16"], capacity(cluster) / GIB
     band = band_of(work, cluster)
@@ -93,7 +93,7 @@ def next_to_try(made: Plan, cluster: Cluster, config: Config, searched: bool) ->
 
 
 def changes_needed(made: Plan, cluster: Cluster, config: Config, searched: bool) -> list[str]:
-    """Return what is missing, and the three cheapest changes with which the job fits."""
+    """Return the missing memory, and the three cheapest changes with which the job fits."""
     lack, room = (made.memory.peak - capacity(cluster)) / GIB, capacity(cluster) / GIB
     what = f"{lack:.2f} GiB a device are" if lack > 0 else "memory of the host is"
     rows = [f"next     {what} missing; the cheapest changes with which it fits:"]
@@ -129,7 +129,7 @@ def time_table(work: Workload, time: StepTime, cluster: Cluster) -> str:
 
 
 def data_line(read_bytes: float, cluster: Cluster) -> str:
-    """Return what the storage must deliver, next to what it can. read_bytes: decoded, a second."""
+    """Return a line with the required and the available read rate. read_bytes: decoded bytes per second."""
     stored = COMPRESSION * read_bytes / cluster.nodes
     text = f"data to be read: {stored / 1e9:,.2f} GB/s a node, of {cluster.storage / 1e9:,.2f}"
     return text + (": TOO SLOW, steps wait for their data" if stored > cluster.storage else "")

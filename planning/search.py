@@ -1,4 +1,4 @@
-"""All layouts of a job on a cluster, the fastest that fit, and what to change where the job does not fit."""
+"""Search over layouts of a job on a cluster: the fastest that fit, and changes with which a job fits."""
 
 import json
 from collections.abc import Iterable, Iterator
@@ -17,8 +17,8 @@ from planning.workload import Workload, changed_settings
 
 DEGREES = (1, 2, 4, 8, 16)  # of pipelines and of context parallelism
 MAX_MICRO_BATCH = 64
-# A layout with one technique more has to be so much faster: each is one more thing to go wrong, and the
-# difference has to be larger than the model's error.
+# Minimum speed-up of a layout with one more technique: each technique is a risk, and the difference should be
+# larger than the error of the plan.
 SIMPLICITY = 0.02
 Change = tuple[frozenset[str], Workload, Cluster]  # what is changed, the workload then, and its cluster
 
@@ -33,7 +33,7 @@ class Plan:
 
     @property
     def device_seconds(self) -> float:
-        """Seconds of a step, of all devices: these are paid for."""
+        """Device-seconds of a step, which determine the price."""
         return self.time.total * self.work.degrees.world
 
     @property
@@ -60,7 +60,7 @@ def check_device(work: Workload, cluster: Cluster) -> None:
 
 
 def fits(made: Plan, cluster: Cluster) -> bool:
-    """On the device and, with cpu_offload, in the host's memory, which the ranks of a node share."""
+    """Return True if it fits on the device and, with cpu_offload, in the host memory shared by a node."""
     ranks = min(cluster.devices_per_node, made.work.degrees.world)
     on_host = made.memory.host * ranks
     return made.memory.peak <= capacity(cluster) and on_host <= cluster.host_memory
@@ -72,7 +72,7 @@ def capacity(cluster: Cluster) -> float:
 
 
 def best_layouts(work: Workload, cluster: Cluster, number: int = 10) -> list[Plan]:
-    """The fastest that fit, best first: one entry a layout, with its best micro-batch and checkpointing."""
+    """Return the fastest plans that fit, best first, one per layout with its best batch and checkpointing."""
     best: dict[Degrees, Plan] = {}
     for candidate in candidates(work, cluster):
         need = memory(candidate)
@@ -129,10 +129,10 @@ def divisors(n: int) -> list[int]:
 
 
 def changes_that_fit(work: Workload, cluster: Cluster) -> list[Plan]:
-    """Return what the three cheapest changes give after which the job fits.
+    """Return the plans after each of the three cheapest changes with which the job fits.
 
-    Single changes, and where these do not do, two at once. Cost is device-seconds of a step; cpu_offload
-    comes last: its time depends on the host, which the planner knows least.
+    Tries single changes, then pairs if these are not enough. The cost is device-seconds per step; cpu_offload
+    comes last, because its time depends on the host, for which the planner is least accurate.
     """
     tried = [each for each in changes(work, cluster) if memory(each[1]).peak < memory(work).peak]
     found = fitting(tried)
@@ -147,8 +147,8 @@ def changes_that_fit(work: Workload, cluster: Cluster) -> list[Plan]:
 
 
 def speedups(made: Plan, cluster: Cluster) -> list[Plan]:
-    """Return what single changes give that fit on the same devices and make a step of the same samples
-    faster, one of each key, the fastest first. More ranks for a sample save memory, not time.
+    """Return the plans after single changes that fit on the same devices and make a step of the same samples
+    faster, one per key, fastest first. More ranks per sample save memory, not time.
     """
     d = made.work.degrees
     after = [(each, each[1].degrees) for each in changes(made.work, cluster)]

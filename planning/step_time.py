@@ -2,9 +2,9 @@
 
 Computation is a roofline by class of kernel: work over the rate that the class reaches on a device.
 
-A block computes while the next one's parameters are gathered and the last one's gradients are reduced; only
-what takes longer than the computation is exposed. Collectives of tensor and context parallelism are between
-operations and exposed whole, except the ring's.
+While a block computes, the parameters of the next are gathered and the gradients of the last reduced; only
+the time beyond the computation is exposed. Collectives of tensor and context parallelism, except the ring's,
+are between operations and fully exposed.
 """
 
 from collections import Counter, defaultdict
@@ -99,7 +99,7 @@ def computing_seconds(work: Workload, device: Device, blocks: list[Times]) -> Ti
 
 
 def slowed_seconds(work: Workload, cluster: Cluster, routes: dict[str, Route], hidden: float) -> float:
-    """Seconds that computation is longer for `hidden` seconds of collectives at the same time."""
+    """Return the seconds by which `hidden` seconds of concurrent collectives slow the computation."""
     ring = routes["fsdp" if work.uses_fsdp else "dp_replicate"].ring
     slower = 0.0 if cluster.shared else constants.NCCL_SLOWDOWN
     return slower * ring.bandwidth / cluster.inside.bandwidth * hidden
@@ -123,7 +123,7 @@ def normal_maximum(number: int) -> float:
 
 
 def dispatch_seconds(work: Workload, cluster: Cluster, in_block: float) -> float:
-    """Uncompiled, a block of DTensors takes as long as Python does; a CPU computes it at the same time."""
+    """Return the extra seconds of Python for uncompiled blocks of DTensors; a CPU computes meanwhile."""
     if work.compiled or cluster.shared:
         return 0.0
     used = ["tensor"] * (work.degrees.tp > 1) + [work.method] * (work.degrees.cp > 1)
@@ -231,7 +231,7 @@ def rank_rows(work: Workload) -> int:
 
 
 def linear_seconds(work: Workload, device: Device, backward: bool) -> Times:
-    """In float8 the input is cast forward; backward the gradient is, and both are transposed."""
+    """Return seconds of linear layers. float8 casts the input, backward the gradient, and transposes both."""
     times, rows = defaultdict(float), rank_rows(work)
     dtype = "float8" if work.float8 else work.dtype
     for shape in cut(work.model.block, work.degrees.tp).values():

@@ -1,4 +1,4 @@
-"""A job as the planner sees it: an architecture, a layout and precisions."""
+"""Description of a job for the planner: architecture, layout and precisions."""
 
 import dataclasses
 import math
@@ -43,7 +43,7 @@ class Workload:
     optimizer: str = "AdamW"
     history: int = 1  # states that the model sees
     rollout_steps: int = 1  # steps of the model, each from the last one's output: of the longest rollout
-    members: int = 1  # states that a sample becomes for the model, those of an ensemble
+    members: int = 1  # states per sample: members of an ensemble
     copies_ahead: int = 0  # batches of the loader on their way to the device, or there already
 
     @property
@@ -66,13 +66,13 @@ class Workload:
 
     @property
     def micro_batches(self) -> int:
-        """Number of those of one batch that passes through the pipeline; 1 without a pipeline."""
+        """Number of micro-batches of a batch in a pipeline; 1 without a pipeline."""
         return max(self.local_batch // self.pipeline_micro_batch, 1) if self.degrees.pp > 1 else 1
 
     @property
     def passes(self) -> int:
-        """Times that a step goes through the model and back: micro-batches, accumulated or passed through a
-        pipeline, each as often as its rollout has steps.
+        """Number of forward and backward passes of a step: micro-batches (accumulated or in a pipeline) times
+        steps of the rollout.
         """
         return self.accumulation * self.micro_batches * self.rollout_steps
 
@@ -100,7 +100,7 @@ class Workload:
 
     @property
     def forecasts(self) -> int:
-        """Times that it goes through the model before, for the states that these steps start from."""
+        """Number of forward passes before these, which compute the initial states of a rollout's steps."""
         return self.accumulation * self.micro_batches * (self.rollout_steps - 1)
 
     @property
@@ -115,12 +115,12 @@ class Workload:
 
     @property
     def micro_batch(self) -> int:
-        """Samples of which the model sees all states at once."""
+        """Number of samples in one forward pass."""
         return self.local_batch // self.micro_batches
 
     @property
     def states_at_once(self) -> int:
-        """Number of states that the model sees at once: all members of those samples."""
+        """Number of states in one forward pass: all members of those samples."""
         return self.micro_batch * self.members
 
     @property
@@ -130,7 +130,7 @@ class Workload:
 
     @property
     def rank_layers(self) -> int:
-        """Blocks of the rank that has most."""
+        """Blocks of the rank with the most blocks."""
         return math.ceil(self.model.layers / self.degrees.pp)
 
     def in_flight(self, first: bool) -> float:

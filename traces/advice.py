@@ -1,4 +1,4 @@
-"""A paragraph about what a step loses most to, and the keys of the configuration that change it."""
+"""Advice on the largest losses of time in a step, with the configuration keys that reduce them."""
 
 from collections.abc import Iterator
 
@@ -38,7 +38,7 @@ SEND = (
 SEND += 'often (parallelism.fsdp_reshard_after_forward = "never"; parallelism.data_parallel_replicate_degree)'
 READ = "read ahead with more threads or processes (data.num_workers), or keep all in memory (data.cache_gib)"
 RARELY = "do it less often: metrics.log_freq, checkpoint.interval, validation.interval"
-Loss = tuple[float, str]  # milliseconds a step that could be had, and how
+Loss = tuple[float, str]  # milliseconds per step that could be saved, and how
 
 
 def advice(timeline: Timeline, rates: Rates) -> str:

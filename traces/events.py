@@ -1,4 +1,4 @@
-"""A trace of torch.profiler, read into events that nest: what ran when, on which thread, inside what.
+"""Reader of a torch.profiler trace into nested events, each with its time, thread and parent.
 
 Times are microseconds, as in the file. Chrome's format: one JSON object, `traceEvents` a list of
 {"ph": "X", "cat": "cpu_op", "name", "pid", "tid", "ts", "dur", "args"}.

@@ -15,7 +15,7 @@ from matplotlib.patches import Patch
 from traces.classes import CLASSES
 from traces.timeline import Table, Timeline
 
-# Work in cool colours, what a step need not have in warm ones.
+# Cool colours for work, warm colours for avoidable time.
 COOL = ("#1f4e79", "#2e86c1", "#85c1e9", "#27ae60", "#a9dfbf")
 WARM = ("#8e44ad", "#f1c40f", "#e67e22", "#e74c3c")
 COLORS = dict(zip(CLASSES, COOL + WARM, strict=True))

@@ -1,9 +1,9 @@
-"""Every moment of the traced steps given to one class, so that the classes add up to the steps.
+"""Timeline of the traced steps: each moment belongs to one class, so that the classes add up to the steps.
 
-On a CPU: what the main thread computes; where it computes nothing, what another thread does (autograd, a
-gloo collective); what is left is idle: Python, dispatch, waiting. On a GPU: a kernel that computes; where
-there is none, a collective (exposed communication), then a copy; where nothing runs, what the host did
-instead of launching.
+On a CPU, a moment belongs to the operator of the main thread, else to another thread (autograd, a gloo
+collective), else it is idle: Python, dispatch, waiting. On a GPU, it belongs to a kernel that computes, else
+to a collective (exposed communication), else to a copy; else it is idle, by the activity of the host that
+delayed the next launch.
 """
 
 from bisect import bisect_left
@@ -193,8 +193,8 @@ def placed(part: str) -> str:
 
 
 def gpu_idle(trace: Trace, loop: Loop, free: list[Interval]) -> Iterator[Segment]:
-    """Yield idle time by its cause: until the next kernel is launched the host is late, as it waited or was
-    busy; after that the kernel is late.
+    """Yield idle time by its cause: before the launch of the next kernel the host is late, because it waited
+    or was busy; after the launch the kernel is late.
     """
     starts, waits = [kernel.start for kernel in trace.kernels], find_waits(trace)
     for start, end, _ in free:

@@ -1,4 +1,4 @@
-"""Work of an operator by the shapes that the trace has of its inputs, and how long it need take.
+"""Work of an operator, from the input shapes in the trace, and the minimum time that it needs.
 
 FLOPs count a multiplication and an addition as two; recomputed ones count, for the device does them. Bytes
 are those of the inputs and of an output as large as the largest of them: what must pass through memory.
@@ -45,7 +45,7 @@ class ClassWork(NamedTuple):
     work: Work
     time: float  # milliseconds
     milliseconds: float  # in operators of known work
-    floor: float | None  # milliseconds it need take; None where too little is known
+    floor: float | None  # minimum milliseconds; None if too little is known
 
 
 # -- the work of one operator
