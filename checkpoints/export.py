@@ -80,7 +80,7 @@ def check_target(target: Path) -> None:
 
 
 def export_model(target: Path, step: OneStep, trained: Trained, selection: Selection, config: Config) -> None:
-    """Write a trained model, whose adapters are merged. Raises OSError."""
+    """Write a trained model with merged adapters. Raises OSError."""
     target.mkdir(parents=True, exist_ok=True)
     step = step.eval().requires_grad_(False)
     about = model_description(step, trained, selection, config)

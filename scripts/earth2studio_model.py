@@ -54,7 +54,7 @@ class RossbyModel:
         return cls(program, json.loads(extra["model.json"]), seed)
 
     def to(self, device: torch.device | str) -> "RossbyModel":
-        """Move the program, whose constants have a device of their own."""
+        """Move the program to a device, including its constants."""
         self.device = torch.device(device)
         self.program = move_to_device_pass(self.program, self.device)
         self.module = self.program.module()

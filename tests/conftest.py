@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-# Before torch is imported: tests run beside each other and beside the ranks they spawn.
+# Before torch is imported, because tests run at the same time as other tests and the ranks that they spawn.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:5")  # as run_train.sh sets it
 
@@ -27,7 +27,7 @@ HANDLERS = {number: signal.getsignal(number) for number in STOP_SIGNALS}
 
 
 def memory_kib(process: int | str = "self") -> int:
-    """What a process holds beside the files it has mapped, in KiB: whoever else maps them changes nothing."""
+    """Memory of a process in KiB without mapped files, which does not depend on other processes."""
     lines = Path(f"/proc/{process}/status").read_text().splitlines()
     return sum(int(line.split()[1]) for line in lines if line.startswith(("RssAnon:", "RssShmem:")))
 

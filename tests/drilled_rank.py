@@ -1,4 +1,4 @@
-"""A rank of train.py that meets with a misfortune on its way: what is drilled is what is said of it.
+"""A rank of train.py with a fault on purpose, for tests of the report of the fault.
 
 python -m jobs.torchrun --nproc-per-node 2 tests/drilled_rank.py <misfortune> --job.config_file ...
 """

@@ -1,4 +1,4 @@
-"""A rank that does nothing but agree with the others, until one of them does what is asked for.
+"""A rank that only agrees with the others, until one of them fails as requested.
 
 python -m jobs.torchrun --nproc-per-node 2 tests/failing_rank.py <folder> <what rank 1 does in step 5>
 """

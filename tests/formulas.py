@@ -1,4 +1,4 @@
-"""Closed forms that tests hold the program against."""
+"""Closed forms with which tests compare the program."""
 
 from models.unet import UNet
 from parallelisms.domain_parallel import GridTiles

@@ -1,4 +1,4 @@
-"""Optimisers in float64, written from their papers: nothing of ours, no shards, one parameter at a time."""
+"""Optimisers in float64, written from their papers, without code of the library or shards, parameter by parameter."""
 
 import math
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""Eight kinds of layouts, each of which has to load what every other saves, to the bit."""
+"""Eight kinds of layouts; each has to load bit-exactly what every other has saved."""
 
 from pathlib import Path
 from typing import Any

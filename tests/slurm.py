@@ -1,4 +1,4 @@
-"""A Slurm on this machine for a test: Debian's slurm-wlm where it starts, and what stands in for it."""
+"""Slurm on this machine for a test: Debian's slurm-wlm where it starts, else a replacement."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""Bytes that a forward pass leaves behind, for its backward pass."""
+"""Bytes that a forward pass saves for its backward pass."""
 
 from typing import Any
 

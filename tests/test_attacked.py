@@ -1,4 +1,4 @@
-"""What benchmarks/attack.py found: each failed before it was mended."""
+"""Errors that benchmarks/attack.py found and that have been fixed since."""
 
 from pathlib import Path
 

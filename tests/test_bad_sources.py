@@ -1,4 +1,4 @@
-"""Sources whose numbers would be wrong without a word: converted, read right, or refused in one line."""
+"""Sources that could be read with wrong values and no error: converted, read correctly, or refused."""
 
 import json
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""Steps that must not be taken: which they are, that they leave nothing, and what happens when they stay."""
+"""Bad steps: detection, no effect on the state, and the rollback when they continue."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Whoever calls from another folder finds what he names beside him, and what the project has where it is."""
+"""Calls from another folder: paths on the command line are relative to it, others to the project."""
 
 import os
 import subprocess

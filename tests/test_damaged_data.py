@@ -1,4 +1,4 @@
-"""Damaged bytes and missing chunks: one line with path, variable and date, whoever reads them."""
+"""Damaged bytes and missing chunks: one line with path, variable and date, with every reader."""
 
 import os
 import re

@@ -1,4 +1,4 @@
-"""Misfortunes of a run, provoked: what is said of each, and that nothing else is."""
+"""Faults of a run, provoked: the report of each, without other output."""
 
 import importlib
 import json

@@ -1,4 +1,4 @@
-"""A step of 8 ranks in one process: what a rank holds, and what it sends, against closed forms."""
+"""A step of 8 ranks in one process: memory and communication of a rank, against closed forms."""
 
 import pytest
 from torch.distributed._tools.mem_tracker import MemTracker

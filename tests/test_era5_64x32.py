@@ -1,4 +1,4 @@
-"""train_configs/era5_64x32.toml as it stands, on a store of the same metadata behind a real S3 server."""
+"""train_configs/era5_64x32.toml unchanged, on a store of the same metadata behind a real S3 server."""
 
 import math
 import tomllib

@@ -1,4 +1,4 @@
-"""Published runs by machine and framework, what copying a neighbour gives, and bands beside every time."""
+"""Published runs by machine and framework, the nearest run as a predictor, and bands of every time."""
 
 import re
 from functools import cache

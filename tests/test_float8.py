@@ -1,4 +1,4 @@
-"""float8, emulated on a CPU: which layers, how far from float32, and beside what it works."""
+"""float8, emulated on a CPU: its layers, its difference from float32, and combinations with it."""
 
 import logging
 import subprocess

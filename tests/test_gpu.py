@@ -1,4 +1,4 @@
-"""What a GPU has to get right, on a CPU with the CPU's kernels; benchmarks/gpu.sh gets to its end."""
+"""Checks of benchmarks/gpu.sh, run on a CPU with the CPU's kernels, from start to end."""
 
 import json
 import os

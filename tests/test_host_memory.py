@@ -1,4 +1,4 @@
-"""Memory that a step frees is there for the next one, and for others when a validation begins."""
+"""Memory that a step frees is reused by the next one, and returned when a validation begins."""
 
 import os
 import subprocess

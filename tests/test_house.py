@@ -1,4 +1,4 @@
-"""The rules of the house that a program can check: structure, sizes, names, imports, configurations."""
+"""Rules of the repository that a program can check: structure, sizes, names, imports, configurations."""
 
 import ast
 import re

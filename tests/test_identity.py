@@ -1,4 +1,4 @@
-"""What weights mean is kept with them, and refused where it is not so."""
+"""The identity of weights is saved with them, and other uses are refused."""
 
 import json
 import shutil

@@ -1,4 +1,4 @@
-"""Files of scripts/ that users copy."""
+"""Launch files in scripts/ that users copy."""
 
 import os
 import re

@@ -1,4 +1,4 @@
-"""What ranks send each other is data: a crafted pickle runs nothing."""
+"""Messages between ranks are plain data: a crafted pickle cannot run code."""
 
 import copyreg
 import os

@@ -1,4 +1,4 @@
-"""Values that are no weather are refused or counted; coordinates that are no degrees are seen."""
+"""Impossible values are refused or counted; coordinates that are not degrees are detected."""
 
 import numpy as np
 import pytest

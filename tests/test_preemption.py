@@ -1,4 +1,4 @@
-"""Ranks agree on when to save and when to end; what the run leaves then, and that it goes on."""
+"""Agreement of ranks to save and end; the files that the run leaves, and its continuation."""
 
 import json
 import os

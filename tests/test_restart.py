@@ -1,4 +1,4 @@
-"""What continues from a step, in one list: a new run, a resumed one, one that goes back over bad steps."""
+"""Objects that continue from a step: in a new run, a resumed one, and after a rollback."""
 
 import gc
 import shutil

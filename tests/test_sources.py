@@ -1,4 +1,4 @@
-"""Several sources of one run: variables and dates joined, and what cannot be joined."""
+"""Several sources of one run: joined variables and dates, and sources that cannot be joined."""
 
 from pathlib import Path
 

@@ -47,7 +47,7 @@ def test_what_changes_the_schedule() -> None:
 
 
 class CountingLoader:
-    """A loader whose batches say where they lie in the sequence of samples."""
+    """A loader of batches that contain their position in the sequence of samples."""
 
     dataset = SimpleNamespace(unpack=lambda fields: fields)
 

@@ -1,4 +1,4 @@
-"""What a run looks like on a terminal: one thing a line, and nothing that nobody asked for."""
+"""Terminal output of a run: complete lines, and no unexpected ones."""
 
 import os
 import pty

@@ -1,4 +1,4 @@
-"""train.py itself on every kind of layout, each for a few steps, beside one process of it.
+"""train.py on every kind of layout for a few steps, compared with one process.
 
 FSDP2 alone and the U-Net on tiles are in tests/test_train.py.
 """

@@ -287,6 +287,6 @@ def check_units(source: ForecastFields | Archive | Climatology, units: Mapping[s
 
 
 def _together(positions: np.ndarray, size: int) -> list[list[int]]:
-    """Return 0, 1, ... in groups whose ascending positions have the same quotient by `size`."""
+    """Return 0, 1, ... in groups with the same quotient of their ascending positions by `size`."""
     numbers = groupby(range(len(positions)), key=lambda number: int(positions[number]) // max(1, size))
     return [list(group) for _, group in numbers]
