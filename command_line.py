@@ -307,13 +307,13 @@ def load_config(argv: list[str]) -> Config:
     return dataclasses.replace(config, job=dataclasses.replace(config.job, config_file=config_file))
 
 
-def _with_paths(values: Values, placed: Callable[[str], str]) -> Values:
-    """Return the values with each path replaced by `placed(path)`."""
+def _with_paths(values: Values, convert: Callable[[str], str]) -> Values:
+    """Return the values with each path replaced by `convert(path)`."""
     found = merge(values, {})
     for section, key in PATHS:
         if key in found.get(section, {}):
             named = found[section][key]
-            found[section][key] = placed(named) if isinstance(named, str) else tuple(map(placed, named))
+            found[section][key] = convert(named) if isinstance(named, str) else tuple(map(convert, named))
     return found
 
 

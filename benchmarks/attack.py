@@ -1,4 +1,4 @@
-"""Attack the program from outside, as a stranger would, and count how it answers.
+"""Attack the program from outside, and count its responses.
 
     .venv/bin/python benchmarks/attack.py [--kind data] [--named TEXT] [--cases 60] [--seed 0] [--jobs 2]
     .venv/bin/python benchmarks/attack.py scores --seeds 100 [--first 0] [--seed S]     evaluate.py: oracle.py
@@ -83,7 +83,7 @@ Right = Callable[[Ended], Answer]
 
 @dataclass
 class Case:
-    """words: a command of VERBS with its arguments, or a program with its own."""
+    """words: a command of VERBS and its arguments, or another program and its arguments."""
 
     kind: str
     name: str
@@ -191,7 +191,7 @@ class Running:
         return self.program.poll() if self.program else self.fork.exitcode
 
     def finish(self) -> tuple[Answer, Ended]:
-        """Return the verdict; what is left of the case some seconds after its end is counted, then killed."""
+        """Return the verdict; processes that are left after some seconds are counted and killed."""
         code, deadline, left = self.code(), time.monotonic() + LEAVE_SECONDS, True
         while left:
             try:
@@ -387,7 +387,7 @@ def own_options(stage: Stage) -> Iterator[Case]:
 
 
 def combinations(stage: Stage, _: random.Random) -> Iterator[Case]:
-    """On the run's own folder, of which nothing may change; huge ones on a larger grid."""
+    """Use the run's own folder, in which nothing may change; huge values use a larger grid."""
     large, listed = stage.scratch / "large.zarr", [*LISTS["combinations"]["refused"]]
     degrees = [f"{axis}_parallel_degree" for axis in ("tensor", "context", "pipeline")]
     degrees += ["data_parallel_shard_degree", "data_parallel_replicate_degree"]
@@ -513,7 +513,7 @@ def fields(rng: random.Random) -> Iterator[Odd]:
 
 
 def times_and_places(_: random.Random) -> Iterator[Odd]:
-    """Yield archives whose coordinates mean something else, or nothing, or the same in other words."""
+    """Yield archives with coordinates of another meaning, no meaning, or the same meaning in another form."""
     found: dict[str, tuple[dict[str, Any], str]] = {}
     for dim, order, factor, right in LISTS["data"]["places"]:
         found[f"{dim} {order} x {factor}"] = ({dim: waves()[dim].values[order] * factor}, right)
@@ -550,7 +550,7 @@ def damage(path: Path, how: str, seed: float) -> None:
 
 
 def stores(rng: random.Random) -> Iterator[Odd]:
-    """Yield archives whose files and chunks are cut short, empty, damaged, gone or something else."""
+    """Yield archives with files and chunks that are truncated, empty, damaged, missing or of another kind."""
 
     def damaged(format: str, own: dict[str, Any], name: str, how: str, path: Path) -> None:
         write(format, lambda ds: ds, path, **own)

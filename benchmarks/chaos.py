@@ -1,4 +1,4 @@
-"""Kill what runs at random moments, start it again, and compare the end with what was not disturbed.
+"""Kill programs at random times, start them again, and compare the results with undisturbed ones.
 
     .venv/bin/python benchmarks/chaos.py cycles --seeds 40 [--first 0] [--seed 7] [--folder DIR]
     .venv/bin/python benchmarks/chaos.py convert [--trials 20] [--seed 0] [--folder DIR]
@@ -125,7 +125,7 @@ TRAIN_DATES = 44  # persistence is fitted to pairs of them, too, as far apart as
 
 @dataclass
 class Stage:
-    """What one command took, and the GB that its processes had of the host's memory."""
+    """Time of one command, and the host memory of its processes in GB."""
 
     stage: str
     seconds: float = 0.0
@@ -142,7 +142,7 @@ def private_bytes(pid: int) -> int:
 def run_stage(
     name: str, command: list[str], ranks: int = 0, dies_when: Callable[[], bool] | None = None
 ) -> Stage:
-    """Run one stage. dies_when(): True when its processes are to be killed, which then is its good end."""
+    """Run one stage. dies_when(): True when its processes should be killed, which then counts as success."""
     stage, log, started, killed = Stage(name), tempfile.TemporaryFile("w+"), time.monotonic(), False
     own = {"NGPU": str(ranks), "ROSSBY_PYTHON": sys.executable, "OMP_NUM_THREADS": "1"} if ranks else {}
     process = subprocess.Popen(command, cwd=ROOT, env=os.environ | own, stdout=log, stderr=subprocess.STDOUT)

@@ -1,4 +1,4 @@
-"""Measure what one GPU can answer, part by part, and print it next to the best known, limits and goals.
+"""Measurements on one GPU, part by part, printed next to the best known values, limits and goals.
 
     benchmarks/gpu.sh [--rehearse] [--only steps,planner] [--minutes 8]
 
@@ -67,7 +67,7 @@ Row = dict[str, Any]
 
 @dataclass(frozen=True)
 class Sizes:
-    """What is measured: vit1b, or something tiny that only shows that the script runs to its end."""
+    """Sizes of the measurements: vit1b, or a tiny model to test the script."""
 
     grid: tuple[int, int] = (1024, 2048)
     patches: tuple[tuple[int, int], ...] = ((16, 32), (16, 16))  # 4,096 and 8,192 tokens
@@ -115,7 +115,7 @@ class Session:
         self.write({"what": what, "value": value, "unit": unit, **about})
 
     def attempt(self, what: str, measure: Callable[..., Any], *arguments: Any) -> None:
-        """Measure; what fails gives one line and one row, and the rest goes on."""
+        """Measure; a failure is reported in one line and one row, and the other parts continue."""
         try:
             measure(self, what, *arguments)
         except Exception as error:  # of whatever library: it is the answer to the question
@@ -202,7 +202,7 @@ class Case:
 
 
 def cases(sizes: Sizes) -> list[Case]:
-    """Return what answers most first; the rest is measured as far as the time goes."""
+    """Return the parts in order of importance; later ones are skipped when time runs out."""
     short, long = sizes.patches
     many, few = sizes.heads
     fast, plain = partial(Case, float8=True), partial(Case, mode="none")
@@ -516,14 +516,14 @@ class TutorialViT(nn.Module):
 
 
 def peers(session: Session) -> None:
-    """Their step is their habit: autocast, no compile, for-loop Adam."""
+    """Their usual step: autocast, no compile, for-loop Adam."""
     for name, build in {"tutorial's way": TutorialViT, "timm": TimmViT}.items():
         patch = session.sizes.patches[0]
         session.attempt(f"{name}, {session.sizes.tokens(patch)} tokens", time_peer, build, patch)
 
 
 def time_peer(session: Session, what: str, build: type[nn.Module], patch: tuple[int, int]) -> None:
-    """The largest batch that fits counts."""
+    """Measure the largest batch that fits."""
     sizes = session.sizes
     shape = (sizes.grid, patch, sizes.variables, sizes.dim, sizes.layers, sizes.heads[0])
     for batch in (4, 2, 1):
@@ -620,7 +620,7 @@ def run_group(names: list[str], rows: Path, run: str, end: float, rehearse: bool
 
 
 def run_parts(names: list[str], rows: Path, run: str, end: float, rehearse: bool) -> int:
-    """Run parts in this process, which the first that is not good ends: the GPU may be in any state."""
+    """Run parts in this process until one fails, because the GPU may then be in any state."""
     parent = os.getppid()
     for name in names:
         part = PARTS[name]

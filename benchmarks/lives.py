@@ -91,7 +91,7 @@ if PLAN:
 
 @dataclass
 class Event:
-    """What one start meets with: the codes with which it may end, what is injected, what is done to it."""
+    """Events of one start: allowed exit codes, injected faults, signals and changes."""
 
     codes: tuple[int, ...] = (0,)
     plan: dict[str, Any] = field(default_factory=dict)

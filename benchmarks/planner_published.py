@@ -1,4 +1,4 @@
-"""The planner against throughput that others published: benchmarks/published_runs.toml, one line a run.
+"""Comparison of the planner with published throughput: benchmarks/published_runs.toml, one line per run.
 
     .venv/bin/python benchmarks/planner_published.py
 
@@ -141,7 +141,7 @@ def published_model(
 
 @dataclass(frozen=True)
 class PublishedRun(Workload):
-    """A job of another program, whose pipelines may have more than two stages a rank."""
+    """A job of another program, which may have more than two pipeline stages per rank."""
 
     virtual_stages: int = 0  # of a rank; 0: as many as the schedule has here
     attention: str = "flash"  # FlashAttention-2, of their time
@@ -153,7 +153,7 @@ class PublishedRun(Workload):
 
 @dataclass(frozen=True)
 class OtherDevice(Device):
-    """A device with the operations of other programs: of a run, which is a `work` of `model`."""
+    """A device with the operations of another program, for a run with workload `work` of `model`."""
 
     run: dict[str, Any] = field(default_factory=dict)
     work: Any = None
@@ -386,7 +386,7 @@ def bands_by_kind(rows: list[dict[str, Any]]) -> dict[str, Band]:
 
 
 def bands(rows: list[dict[str, Any]]) -> dict[str, Band]:
-    """Those that plan.py prints, of all runs: of layouts in PyTorch, and anchored by another run."""
+    """Bands that plan.py prints, from all runs: of layouts in PyTorch, and anchored by another run."""
     found = {
         kind.removesuffix(PYTORCH): each for kind, each in bands_by_kind(rows).items() if PYTORCH in kind
     }

@@ -1,4 +1,4 @@
-"""Train recipes and score them on dates that were not seen: one command a question.
+"""Train recipes and score them on unseen dates: one command per question.
 
     .venv/bin/python benchmarks/skill.py COMMAND [--seeds 3] [--jobs 2] [--more "OPTIONS OF train.py"]
 
@@ -91,7 +91,7 @@ def mean_ratio(own: dict[str, float], other: dict[str, float], variables: Iterab
 
 
 def costs(records: list[Row]) -> Row:
-    """Return what a run's steps took: neither the start nor the validation, and no reading from a disk."""
+    """Return the time of a run's steps, without the start, validation and reading from a disk."""
     steps = [each for each in records if "step_seconds" in each]
     threads = int(os.environ.get("OMP_NUM_THREADS") or len(os.sched_getaffinity(0)))
     return {
@@ -175,7 +175,7 @@ def ablations(options: Options) -> int:
 
 
 def recipe(options: Options) -> int:
-    """One change at a time to a ViT, then all that helped."""
+    """Train a ViT with one change at a time, then with all changes that helped."""
     rows = []
     for name in [options.task] if options.task else RECIPE:
         own = LISTS["recipe"][name]
@@ -243,7 +243,7 @@ def scaling(options: Options) -> int:
 
 
 def lora(options: Options) -> int:
-    """Processor seconds are of whole processes, whose starts and validations are alike."""
+    """Processor seconds are those of whole processes, with equal starts and validations."""
     with tempfile.TemporaryDirectory() as folder:
         last = train(options, "gfs_winds_vit", 0, leads([6]), folder=folder)[-1]
         load = f"--checkpoint.initial_load_path={folder}"

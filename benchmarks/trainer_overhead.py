@@ -202,7 +202,7 @@ def measure_excess(training: Saving, folder: Path, rounds: int) -> tuple[dict[st
 
 
 def measure_saves(options: argparse.Namespace, rounds: int) -> int:
-    """On one thread: the other core is free for the writer, as host cores are on a GPU node."""
+    """Use one thread, so that the other core is free for the writer, like host cores on a GPU node."""
     os.environ["OMP_NUM_THREADS"] = "1"
     torch.set_num_threads(1)
     device = start_ranks(600)

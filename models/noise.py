@@ -20,7 +20,7 @@ FACTORS = ((30, 0xBF58476D1CE4E5B9 - 2**64), (27, 0x94D049BB133111EB - 2**64))
 BITS = 24  # of a uniform number: those of float32
 
 
-def hashed(keys: Tensor, number: Tensor | int) -> Tensor:
+def hash64(keys: Tensor, number: Tensor | int) -> Tensor:
     """Return element `number` of each key's stream of random int64, itself a key; shapes are broadcast.
 
     SplitMix64 (Steele, Lea and Flood 2014).
@@ -42,7 +42,7 @@ def noise_keys(seed: int, step: int, times: Tensor, members: Tensor) -> Tensor:
 
     step: number of the training step, from 1 on, so that each step has different noise; 0 for forecasts.
     """
-    return hashed(hashed(hashed(torch.full_like(times, seed), step), times), members)
+    return hash64(hash64(hash64(torch.full_like(times, seed), step), times), members)
 
 
 def keys_of_members(seed: int, step: int, times: Tensor, num_members: int) -> Tensor:
@@ -53,7 +53,7 @@ def keys_of_members(seed: int, step: int, times: Tensor, num_members: int) -> Te
 
 def normal_numbers(keys: Tensor, count: int) -> Tensor:
     """Return (B, count) float32 of mean 0 and variance 1, by the transform of Box and Muller."""
-    bits = hashed(keys[:, None], torch.arange(count, device=keys.device))
+    bits = hash64(keys[:, None], torch.arange(count, device=keys.device))
     above_zero = (_shift_right(bits, 64 - BITS) + 1).float() * 2.0**-BITS  # (0, 1]
     angle = (bits & (2**BITS - 1)).float() * (2 * math.pi * 2.0**-BITS)
     return (-2 * above_zero.log()).sqrt() * angle.cos()
@@ -144,8 +144,8 @@ class NoiseFields(nn.Module):
 
     def draw(self, keys: Tensor, times: Tensor) -> Tensor:
         """Keys of forecasts (B,) and dates of their states (B,), seconds since 1970 -> (B, N, H, W)."""
-        keys_of_step, fields = hashed(keys, times), []
+        keys_of_step, fields = hash64(keys, times), []
         for number, (block, (_, constant, _)) in enumerate(zip(self.blocks, self.parts, strict=True)):
             assert isinstance(block, BlockNoise)
-            fields.append(block.draw(hashed(keys if constant else keys_of_step, number)))
+            fields.append(block.draw(hash64(keys if constant else keys_of_step, number)))
         return torch.cat(fields, dim=1)

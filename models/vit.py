@@ -81,7 +81,7 @@ class MLP(nn.Module):
 
 
 class StochasticDepth(nn.Module):
-    """In training, drops the whole branch for a fraction `rate` of the samples (Huang et al. 2016)."""
+    """Layer that drops the branch of a fraction `rate` of the samples in training (Huang et al. 2016)."""
 
     def __init__(self, rate: float) -> None:
         super().__init__()

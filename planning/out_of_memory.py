@@ -49,7 +49,7 @@ def run_with_watchdog(config: Config) -> Iterator[Watchdog]:
             traceback.clear_frames(error.__traceback__)  # frees tensors, for the explanation takes memory
             gc.collect()
             # Data that are not open yet are not opened now, because that takes memory.
-            plan = planned(config, watchdog.selection)
+            plan = describe_plan(config, watchdog.selection)
             raise RunFailed(f"{where}: out of memory ({text}); {plan}") from None
 
 
@@ -65,7 +65,7 @@ def is_out_of_memory(error: BaseException) -> bool:
     return False
 
 
-def planned(config: Config, selection: Selection | None) -> str:
+def describe_plan(config: Config, selection: Selection | None) -> str:
     """Return the plan of this run here as text: the peak, its components, the cheapest changes."""
     if selection is None:
         return "the data were being opened"

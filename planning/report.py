@@ -71,7 +71,7 @@ def layout_text(work: Workload) -> str:
 
 
 def layout(work: Workload) -> str:
-    """In short: "dp_shard 8 x tp 4"."""
+    """Return the layout in short form: "dp_shard 8 x tp 4"."""
     text = " x ".join(f"{axis} {n}" for axis, n in vars(work.degrees).items() if n > 1) or "one rank"
     if work.degrees.pp > 1:
         text += f" ({work.schedule}, {work.micro_batches} micro-batches of {work.micro_batch})"

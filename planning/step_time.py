@@ -248,7 +248,7 @@ def linear_seconds(work: Workload, device: Device, backward: bool) -> Times:
 
 
 def attention_seconds(work: Workload, device: Device, backward: bool) -> float:
-    """Of a block, the mean of all; context parallelism shards heads, or queries: the same work."""
+    """Return the mean seconds of attention in a block; context parallelism shards it by heads or queries."""
     model, heads, seconds = work.model, max(work.model.heads // work.degrees.tp, 1), 0.0
     blocks = Counter(model.window_tokens or (model.tokens,))
     for size, number in blocks.items():
@@ -338,7 +338,7 @@ def field_seconds(work: Workload, device: Device) -> float:
 
 
 def update_seconds(work: Workload, cluster: Cluster) -> float:
-    """With cpu_offload through the host's memory, which the ranks of a node share."""
+    """Return the seconds of the update; cpu_offload uses the host memory, shared by the ranks of a node."""
     if work.offload:
         ranks = min(cluster.devices_per_node, work.degrees.world)
         moved = update_bytes(work) + constants.CLIP_BYTES * shard_parameters(work)

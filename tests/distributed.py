@@ -94,7 +94,7 @@ class Ranks:
 
     @property
     def crashed(self) -> bool:
-        """Whether a rank's process was ended by a signal that nobody here sends."""
+        """Return True if a rank's process was ended by a signal that the tests do not send."""
         return any(process.exitcode == -signal.SIGSEGV for process in self.processes)
 
     def _run(self, check: Check, arguments: tuple[Any, ...], timeout: float) -> list[Any]:

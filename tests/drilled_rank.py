@@ -16,29 +16,29 @@ import train
 
 STEP = 7  # in which it happens; memory runs out in the first, which takes what later ones have already
 MEMORY = 64 * 2**20  # bytes more than before the first step
-STRUCK = 1  # the rank that it happens to
+FAULTY_RANK = 1  # the rank with the fault
 
 
 def flip_a_bit(model: Any) -> None:
-    """What memory without error correction does."""
+    """Flip a bit, as in memory without error correction."""
     weight = model.parameters["blocks.1.mlp.up.weight"].detach()
     local = weight.to_local() if hasattr(weight, "to_local") else weight
     local.view(torch.int32)[0, 0] ^= 1
 
 
 def run_out_of_memory(model: Any) -> None:
-    """No more address space than there is in use, and a little."""
+    """Limit the address space to little more than is in use."""
     pages = int(open("/proc/self/statm").read().split()[0])
     limit = pages * resource.getpagesize() + MEMORY
     resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
 
 
 def call_another_collective(model: Any) -> None:
-    """What code does that decides on one rank alone."""
+    """Call a collective on one rank alone, like code with a branch that depends on the rank."""
     dist.all_reduce(torch.ones(5))
 
 
-MISFORTUNES: dict[str, Callable[[Any], None]] = {
+FAULTS: dict[str, Callable[[Any], None]] = {
     "flip_a_bit": flip_a_bit,
     "run_out_of_memory": run_out_of_memory,
     "call_another_collective": call_another_collective,
@@ -46,13 +46,13 @@ MISFORTUNES: dict[str, Callable[[Any], None]] = {
 
 
 def main() -> None:
-    strike = MISFORTUNES[sys.argv.pop(1)]
+    cause_fault = FAULTS[sys.argv.pop(1)]
     plain = train.train_step
 
     def train_step(run: Any, step: int, batches: Any) -> Any:
-        now = step == (1 if strike is run_out_of_memory else STEP)
-        if int(os.environ["RANK"]) == STRUCK and now:
-            strike(run.assembly.model)
+        now = step == (1 if cause_fault is run_out_of_memory else STEP)
+        if int(os.environ["RANK"]) == FAULTY_RANK and now:
+            cause_fault(run.assembly.model)
         return plain(run, step, batches)
 
     train.train_step = train_step

@@ -1,4 +1,4 @@
-"""Optimisers in float64, written from their papers, without code of the library or shards, parameter by parameter."""
+"""Optimisers in float64, written from their papers without code or shards of the library."""
 
 import math
 from collections.abc import Callable

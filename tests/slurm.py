@@ -111,25 +111,25 @@ class Slurm:
         assert done.returncode == 0, done.stderr
         self.job = done.stdout.split()[-1]
 
-    def told(self, field: str) -> str:
-        """What `scontrol show job` says of the job."""
+    def field(self, name: str) -> str:
+        """Output of `scontrol show job` for the job."""
         words = self.ask("scontrol", "show", "job", self.job).split()
-        return next((word.partition("=")[2] for word in words if word.startswith(f"{field}=")), "")
+        return next((word.partition("=")[2] for word in words if word.startswith(f"{name}=")), "")
 
     def preempt(self) -> None:
         """A job that comes first takes all nodes, until `let_go`. Returns when ours waits for them."""
         options = ["--partition=urgent", "--nodes=2", "--exclusive", "--output=/dev/null"]
         said = self.ask("sbatch", *options, "--wrap", "exec sleep 1000")
         self.urgent = said.split()[-1]
-        until(lambda: self.told("Restarts") == "1" and self.told("JobState") == "PENDING", JOB_SECONDS)
+        until(lambda: self.field("Restarts") == "1" and self.field("JobState") == "PENDING", JOB_SECONDS)
 
     def let_go(self) -> None:
         self.ask("scancel", self.urgent)
 
     def end(self) -> int:
         """The exit code of the job's script, once it has ended for good."""
-        until(lambda: self.told("JobState") in ("COMPLETED", "FAILED", "TIMEOUT", "CANCELLED"), JOB_SECONDS)
-        return int(self.told("ExitCode").partition(":")[0])
+        until(lambda: self.field("JobState") in ("COMPLETED", "FAILED", "TIMEOUT", "CANCELLED"), JOB_SECONDS)
+        return int(self.field("ExitCode").partition(":")[0])
 
     def told_of_the_job(self) -> str:
         """For who looks why it did not begin: where it stands, and the ends of what the daemons wrote."""
@@ -174,7 +174,7 @@ class StandIn:
         """Nobody else wants its node."""
 
     def task(self) -> dict[str, str]:
-        """What srun's task was given."""
+        """Environment and arguments of srun's task."""
         return json.loads((self.folder / "task.json").read_text())
 
     def end(self) -> int:

@@ -64,7 +64,7 @@ def gradients(model: nn.Module) -> dict[str, Tensor]:
 
 
 def bytes_saved(model: nn.Module, x: Tensor) -> int:
-    """What autograd asks to keep, each storage once, without parameters."""
+    """Bytes that autograd saves, each storage once, without parameters."""
     own = {p.untyped_storage()._cdata for p in model.parameters()}
     saved: dict[int, Tensor] = {}
 
@@ -85,7 +85,7 @@ def units_alive(mode: str, precision: str = "float32", **options) -> float:
 
 
 def planned_units(mode: str, attention_backend: str = "sdpa", **options) -> float:
-    """What the planner takes a block to keep, in the same units."""
+    """Planned activations of a block, in the same units."""
     model = architecture_of(Model("vit", (1, 1), D, 1, HEADS, **options), (16, 32), 2, 2)
     work = Workload(model, Degrees(), B, B, every_n=2, attention=attention_backend)
     return block_activations(work, mode) / unit_bytes(work)

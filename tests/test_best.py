@@ -36,7 +36,7 @@ def best_of(folder: Path, score: str = SCORE) -> Best:
 
 
 def validate(best: Best, checkpointer: Checkpointer, folder: Path, step: int, value: float) -> None:
-    """What train.py does at a validation."""
+    """Validate as train.py does."""
     checkpointer.save(step, {"model.weight": torch.full((3,), float(step))})
     best.judge(step, {SCORE: value}, checkpointer)
 

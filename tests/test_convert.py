@@ -39,7 +39,7 @@ def convert(source: str, target: Path, *options: str) -> Archive:
 
 
 def bound(exact: np.ndarray, path: Path, name: str) -> np.ndarray:
-    """What the store's attributes state of the largest error."""
+    """Largest error by the store's attributes."""
     array = json.loads((path / name.replace(":", "_") / "zarr.json").read_text())["attributes"]
     small = 2.0**-25 * array["scale_factor"] + 2.0**-23 * np.abs(exact)
     return 2.0**-11 * np.abs(exact - array["add_offset"]) + small

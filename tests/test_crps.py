@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from datasets.grid import area_weights, global_grid
-from models.noise import COARSE, FINE, NoiseFields, between, hashed, keys_of_members, noise_keys, noise_names
+from models.noise import COARSE, FINE, NoiseFields, between, hash64, keys_of_members, noise_keys, noise_names
 from tests.parity import Layout, SmallRun, difference, full
 from tests.test_losses import assert_as_exact
 from training.losses.penalties import CRPS, by_member
@@ -19,7 +19,7 @@ ALPHA = 0.95  # Lang et al. 2024
 
 
 def almost_fair(members: np.ndarray, truth: float) -> float:
-    """Of members (M,), by the definition: so much of the fair CRPS, and the plain one for the rest."""
+    """Almost fair CRPS of members (M,) by the definition: a mixture of the fair and the plain CRPS."""
     count, skill, pairs = len(members), 0.0, 0.0
     for x in members:
         skill += abs(float(x) - truth) / count
@@ -150,10 +150,10 @@ def test_gradients_of_a_rollout_are_those_of_one_graph(one_rank, rollout, histor
 
 def test_bits_are_those_of_splitmix64():
     """The first numbers of Vigna's splitmix64.c with the states 0 and 1234567."""
-    numbers = [[int(hashed(torch.tensor(state), i)) % 2**64 for i in range(3)] for state in (0, 1234567)]
+    numbers = [[int(hash64(torch.tensor(state), i)) % 2**64 for i in range(3)] for state in (0, 1234567)]
     assert numbers[0] == [0xE220A8397B1DCDAF, 0x6E789E6AA1B965F4, 0x06C45D188009454F]
     assert numbers[1] == [6457827717110365317, 3203168211198807973, 9817491932198370423]
-    tensors = hashed(torch.tensor([1234567]), torch.arange(3))
+    tensors = hash64(torch.tensor([1234567]), torch.arange(3))
     assert [int(number) % 2**64 for number in tensors] == numbers[1]
 
 

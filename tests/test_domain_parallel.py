@@ -97,7 +97,7 @@ def compare(model: UNet, tiles: GridTiles, fields: Tensor, target: Tensor) -> di
 
 @functools.cache
 def domain(layout: tuple[int, int]) -> DeviceMesh:
-    """The axis whose ranks share a sample; two samples at once where the layout takes half of the ranks."""
+    """Axis of the ranks that share a sample; two samples at once if the layout needs half of the ranks."""
     size = layout[0] * layout[1]
     return init_device_mesh("cpu", (NUM_RANKS // size, size), mesh_dim_names=("dp", "domain"))["domain"]
 

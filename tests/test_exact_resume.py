@@ -31,7 +31,7 @@ SECTIONS: dict[str, Any] = {
 
 @pytest.fixture(scope="module")
 def config_file(tmp_path_factory) -> Path:
-    """Waves, with some dates whose losses are spikes, and with `holes` that make a step bad."""
+    """Waves, with some dates that cause spikes of the loss, and with `holes` that make a step bad."""
     folder = tmp_path_factory.mktemp("exact")
     u = small_wave(90)
     u[[30, 31, 62]] += 60 * np.random.default_rng(0).normal(size=u[:3].shape)

@@ -64,7 +64,7 @@ def dtypes(model: nn.Module, kinds: tuple[type, ...], inputs: Tensor) -> dict[st
 
 @pytest.mark.parametrize("qk_norm", (False, True))
 def test_attention_and_norms_see_one_precision(gpu: FakeTensorMode, qk_norm: bool) -> None:
-    """float32 beside bf16 is what FlashAttention refuses; between ranks it is twice the bytes."""
+    """FlashAttention refuses a mixture of float32 and bf16; between ranks float32 is twice the bytes."""
     with torch.device("meta"), unset_fake_temporarily():
         model = VisionTransformer(3, 2, (8, 16), Model("vit", (4, 4), 32, 2, 2, qk_norm=qk_norm))
     found = dtypes(

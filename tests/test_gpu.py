@@ -167,7 +167,7 @@ def test_a_part_that_fails_does_not_end_the_others(tmp_path: Path) -> None:
 
 
 def test_planned_peaks_are_those_of_a_gpu() -> None:
-    """Of vit1b compiled, with and without checkpointing and float8, as PyTorch's allocator had them."""
+    """Peaks of vit1b compiled, with and without checkpointing and float8, by PyTorch's allocator."""
     rows = [json.loads(line) for line in (ROOT / "benchmarks/results/gpu.jsonl").read_text().splitlines()]
     rows = [row for row in rows if row["part"] == "steps" and row.get("peak_bytes")]
     assert {row["mode"] for row in rows} == {"none", "selective"} and any(row["float8"] for row in rows)

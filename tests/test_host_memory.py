@@ -25,7 +25,7 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
 
 
 def number_from(program: str, how: str, local_ranks: int = 1) -> int:
-    """What it prints, in a process of its own."""
+    """Output of the program in its own process."""
     environment = os.environ | {"LOCAL_WORLD_SIZE": str(local_ranks)}
     command, folder = [sys.executable, "-c", program, how], Path(__file__).parent.parent
     return int(subprocess.run(command, cwd=folder, env=environment, capture_output=True, check=True).stdout)

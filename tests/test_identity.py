@@ -152,7 +152,7 @@ def test_a_second_run_is_refused_without_checkpoints_too(trained, monkeypatch, t
 
 
 def test_evaluating_changes_nothing_of_the_run(trained, capsys):
-    """Not even with other variables, whose statistics are others."""
+    """Not even with other variables, which have other statistics."""
     options, folder, _ = trained
     period = ["--forecast.period", '["2020-01-13", "2020-01-14"]', "--forecast.num_steps", "2"]
     run_forecast(options, folder / "forecast.zarr", *period)

@@ -67,7 +67,7 @@ def save(folder: Path, ema: bool = False, **options) -> dict[str, torch.Tensor]:
 
 
 def patches(weight: torch.Tensor, channel: int, dim: int) -> torch.Tensor:
-    """What a channel has of a layer: 16 numbers, those of a 4 x 4 patch."""
+    """Slice of a channel in a layer: 16 numbers, those of a 4 x 4 patch."""
     return weight.narrow(dim, 16 * channel, 16)
 
 

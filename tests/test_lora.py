@@ -123,7 +123,7 @@ SETTINGS = {"Muon": {"name": "Muon"}, "LAMB": {"name": "LAMB"}, "averages": {"em
 
 
 def weights_after(layout: Layout, settings: dict) -> dict[str, np.ndarray]:
-    """What trains, after three steps."""
+    """Trained parameters after three steps."""
     small = SmallRun(layout, **settings)
     for step in range(3):
         small.step(step)

@@ -135,7 +135,7 @@ def exact_cost(loss: str, error: torch.Tensor) -> torch.Tensor:
 
 
 def assert_as_exact(exact: Tensor, sums: Tensor, scale: Tensor, output: Tensor, ours_of: Callable) -> None:
-    """Sums and the gradient of their weighted sum, from float32 and bf16, beside those in float64."""
+    """Sums and the gradient of their weighted sum, from float32 and bf16, next to those in float64."""
     (sums * scale).sum().backward()
     for dtype, tolerance in ((torch.float32, 1e-6), (torch.bfloat16, 2e-2)):
         for function in (sum_of_costs, fused_sum_of_costs):
@@ -150,7 +150,7 @@ def assert_as_exact(exact: Tensor, sums: Tensor, scale: Tensor, output: Tensor, 
 
 @pytest.mark.parametrize("loss", ("mse", "mae"))
 def test_sums_a_sample_at_a_time_are_those_of_the_plain_expression(loss):
-    """Value and gradient of sum w cost(p - y), by autograd in float64, beside ours from float32 and bf16."""
+    """Value and gradient of sum w cost(p - y), by autograd in float64, and ours from float32 and bf16."""
     generator = torch.Generator().manual_seed(0)
     output, target, weights = torch.randn(3, 4, 8, 5, generator=generator)
     # bf16 changes no error's sign.

@@ -90,7 +90,7 @@ def test_dense_line():
 
 
 def test_torn_lines_are_left_out_and_said(tmp_path, caplog):
-    """As a full disk and a kill leave them: in the middle, at the end, without an end of line."""
+    """Incomplete lines after a full disk and a kill: in the middle, at the end, without an end of line."""
     path = tmp_path / "metrics.jsonl"
     path.write_text('{"step": 1, "loss": 2.0}\n{"step": 2, "lo\n[1]\n{"step": 3, "loss": 1.0}\n{"step": 4')
     assert [record["step"] for record in read_records(path)] == [1, 3] and "3 incomplete lines" in caplog.text
@@ -111,7 +111,7 @@ def test_a_full_disk_keeps_the_records_of_steps_that_are_done_again(tmp_path, mo
 
 
 def test_a_full_disk_loses_no_line(tmp_path, monkeypatch, caplog):
-    """Not even one that fits in part."""
+    """A line that fits only in part is not written at all."""
     path, room = tmp_path / "metrics.jsonl", [10**6]
     real = io.FileIO.write
 

@@ -16,7 +16,7 @@ from tests.planned import run_plan
 
 @cache
 def plan(*options: str, config: str = "vit1b", code: int = 0) -> str:
-    """What plan.py prints; one line on stderr where it refuses."""
+    """Return the output of plan.py, or its line on stderr if it refuses."""
     done = run_plan("--job.config_file", f"train_configs/{config}.toml", *options)
     assert done.returncode == code, done.stderr
     if code == 2:

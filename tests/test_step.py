@@ -131,7 +131,7 @@ def test_a_mistake_that_the_first_rank_finds_is_found_by_all(ranks) -> None:
 
 
 class Casts(TorchDispatchMode):
-    """How many matrices are cast from float32 to bfloat16, by shape."""
+    """Number of matrices that are cast from float32 to bfloat16, by shape."""
 
     def __init__(self) -> None:
         super().__init__()

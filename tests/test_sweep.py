@@ -73,7 +73,7 @@ def test_a_stopped_sweep_continues_its_open_trial(tmp_path: Path) -> None:
 
 
 def sweep_of(monkeypatch: pytest.MonkeyPatch, folder: Path, runs: list[list[float | None]]) -> list[Any]:
-    """Trials whose runs write these scores, one a validation, in place of train.py."""
+    """Trials with runs that write these scores, one per validation, in place of train.py."""
     spec = importlib.util.spec_from_file_location("sweep", ROOT / "scripts" / "sweep.py")
     assert spec and spec.loader
     module = importlib.util.module_from_spec(spec)

@@ -14,7 +14,7 @@ STAMP = r"\d\d:\d\d:\d\d  "  # before every line of the log
 
 
 def read_all(terminal: int) -> str:
-    """Until nobody has its other end open any more; then it is closed."""
+    """Read until the other end is closed by all processes, then close it."""
     parts = []
     try:
         while part := os.read(terminal, 65536):

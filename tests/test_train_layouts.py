@@ -40,7 +40,7 @@ def config_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def train(config_file: Path, ranks: int, options: tuple[str, ...]) -> list[dict[str, Any]]:
-    """What a run on so many ranks writes into metrics.jsonl."""
+    """Records in metrics.jsonl of a run on this number of ranks."""
     folder = config_file.parent / f"{ranks}{hash(options)}"
     splits = any(word in option for option in options for word in ("tensor", "context", "pipeline"))
     local = GLOBAL_BATCH if splits or ranks == 1 else GLOBAL_BATCH // ranks

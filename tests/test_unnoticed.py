@@ -74,7 +74,7 @@ def test_a_fill_value_that_is_text_is_a_number_or_leaves_one_variable_out(tmp_pa
 
 
 def test_all_dates_that_files_have_in_common_can_be_compared(tmp_path, capsys):
-    """Of sixty some are compared when a run starts, and the newest."""
+    """Some of sixty dates are compared when a run starts, and the newest."""
     ds = small_dataset({U10: small_wave(60)})
     for name, date in (("a", None), ("b", 20), ("c", 58)):
         changed = ds.copy(deep=True)

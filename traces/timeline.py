@@ -185,10 +185,10 @@ def is_gloo(event: Event) -> bool:
 def idle(part: Interval) -> Segment:
     """Return a segment in which nothing runs: Python between two operators, or a gap."""
     what = "Python and dispatch" if part.end - part.start < LONG else "gap"
-    return Segment(part.start, part.end, IDLE, f"{what} {placed(part.name)}")
+    return Segment(part.start, part.end, IDLE, f"{what} {with_preposition(part.name)}")
 
 
-def placed(part: str) -> str:
+def with_preposition(part: str) -> str:
     return part if part.startswith(("after ", "at ")) else f"in {part}"
 
 
@@ -208,7 +208,7 @@ def gpu_idle(trace: Trace, loop: Loop, free: list[Interval]) -> Iterator[Segment
             if part.name in WHOLE_PARTS:
                 yield Segment(*part[:2], WHOLE_PARTS[part.name], part.name)
             elif late:
-                where = placed(next(loop.cut(late[0].start, late[0].end)).name)
+                where = with_preposition(next(loop.cut(late[0].start, late[0].end)).name)
                 yield Segment(*part[:2], IDLE, f"wait of {call_name(late[0])} {where}")
             else:
                 yield idle(part)
