@@ -13,7 +13,7 @@
 --regions LIST          "global,tropics,europe" (default: global)
 --output FOLDER         scores and spectra as files; plots (default: evaluation/ in the run's folder)
 
-Configuration keys say which data, period and variables. Exit codes: 0, 2 bad input.
+Configuration keys set data, period and variables. Exit codes: 0, 2 bad input.
 """
 
 import sys

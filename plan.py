@@ -15,7 +15,7 @@
 
 --job.dump_folder RUN alone plans the run in that folder, by its config.toml. Days and dollars are ranges:
 from the fastest to the slowest known run of the same kind, over its plan.
-Configuration keys say which model, layout and batch. Exit codes: 0 it fits, 1 it does not, 2 bad input.
+Configuration keys set model, layout and batch. Exit codes: 0 it fits, 1 it does not, 2 bad input.
 """
 
 import argparse

@@ -92,7 +92,7 @@ OFTEN_ZERO = set(
 )
 LOWEST_BARE_LEVEL = 20  # hPa, of a channel such as "t50"
 CUSTOMARY_HEIGHT = 10  # m: in many archives winds are at this height next to winds on levels from 50 hPa
-# Of what attributes say: names, standard names, GRIB's kinds of levels.
+# Words in attributes: names, standard names, GRIB's kinds of levels.
 HEIGHT_WORDS = re.compile(r"met(?:er|re)s?\b|heightaboveground|\d ?m\b")
 LEVEL_WORDS = re.compile(r"hpa|isobaric|pressure|mbar|millibar|\bmb\b")
 SHORT_NAMES = {short: name for name, each in VARIABLES.items() for short in each.short_names.split()}

@@ -3,7 +3,7 @@
     .venv/bin/python -m planning.start_checks --job.config_file F --section.key value
 
 Configuration, data, devices, the run's folder, a resume, room on the disk for all checkpoints; a warning
-where the planner expects too much memory. NGPU and NNODES say on how many ranks. Exit codes: 0,
+where the planner expects too much memory. NGPU and NNODES give the number of ranks. Exit codes: 0,
 2 a check fails.
 """
 

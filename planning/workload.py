@@ -83,8 +83,8 @@ class Workload:
 
     @property
     def reduces_last(self) -> bool:
-        """True if FSDP adds up unsharded gradients and reduces them after a batch's last micro-batch: torch's
-        PipelineStage tells it so, and to keep the parameters that backward has gathered.
+        """True if FSDP adds up unsharded gradients and reduces them after a batch's last micro-batch. torch's
+        PipelineStage sets this, and also keeps the parameters that backward has gathered.
         """
         return self.uses_fsdp and self.degrees.pp > 1
 

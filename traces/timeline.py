@@ -32,7 +32,7 @@ from traces.classes import (
 from traces.events import Event, Interval, Loop, Trace, stretches
 
 LONG = 1000.0  # microseconds without an operator that are a gap, and not merely Python between two operators
-Table = Any  # a DataFrame: what pandas' methods give by their annotations no checker can tell
+Table = Any  # a DataFrame; type checkers cannot use the annotations of pandas' methods
 AFTER_WAIT = 20.0  # microseconds between the end of the last kernel and the host's waking from its wait
 
 
@@ -43,7 +43,7 @@ class Segment(NamedTuple):
     end: float
     name: str  # its class
     what: str = ""
-    operator: Event | None = None  # that computes it; its arguments say how much work it is
+    operator: Event | None = None  # that computes it; its arguments determine the work
 
 
 @dataclass(eq=False)
