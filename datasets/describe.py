@@ -154,13 +154,17 @@ def find_problems(values: np.ndarray, name: str) -> Iterator[str]:
 
 
 def data_section(archive: Archive, path: str, select: Sequence[str]) -> str:
-    """Return the TOML of a [data] section that trains, and of [validation] where its default does not fit."""
+    """Return the TOML of a [data] and a [validation] section that train below any shipped configuration.
+
+    Static variables and leads are always named: those of the configuration may not be in these data.
+    """
     train, validation = split_periods(archive.times)
     step = max(1, round(usual_hours(archive.times)))
     section: dict[str, Any] = {
         "path": path if is_url(path) else os.path.abspath(path),
         "variables": archive.variables,
-        **({"static_variables": archive.static_variables} if archive.static_variables else {}),
+        "levels": [],
+        "static_variables": archive.static_variables,
         **({"select": list(select)} if select else {}),
         "grid_shape": list(archive.grid.shape),
         "step_hours": step,
@@ -172,8 +176,7 @@ def data_section(archive: Archive, path: str, select: Sequence[str]) -> str:
     (first, last), usual = map(np.datetime64, validation), Validation().lead_hours
     longest = (last - first) / np.timedelta64(1, "h")
     leads = [hours for hours in usual if hours % step == 0 and hours <= longest] or [step]
-    lines += ["", "[validation]", f"lead_hours = {leads}"] if leads != list(usual) else []
-    return without_secrets("\n".join(["[data]", *lines]))
+    return without_secrets("\n".join(["[data]", *lines, "", "[validation]", f"lead_hours = {leads}"]))
 
 
 def split_periods(times: np.ndarray) -> tuple[list[str], list[str]]:

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import xarray as xr
 
+from command_line import load_config
 from config import Data
 from datasets import convert as conversion
 from datasets.convert import main as convert
@@ -83,16 +84,18 @@ def test_gaps_and_a_selected_element(tmp_path: Path, capsys: pytest.CaptureFixtu
 
 @pytest.mark.parametrize(("hours", "dates", "leads"), [(24, 40, (24,)), (6, 40, (6, 24)), (6, 6, (6,))])
 def test_leads_are_those_that_the_data_have(tmp_path, capsys, hours: int, dates: int, leads: tuple) -> None:
-    """By default 6 and 24 h, which daily data, or two days of others, refused."""
+    """Where a configuration that is extended has longer ones, and static variables, too."""
     ds = waves(dates)
     ds["time"] = np.datetime64("2019-12-30", "ns") + hours * np.arange(dates) * np.timedelta64(1, "h")
     ds[[T2M]].to_netcdf(tmp_path / "m.nc", engine="h5netcdf")
     main([str(tmp_path / "m.nc")])
     text = capsys.readouterr().out
-    (tmp_path / "a.toml").write_text(text[text.index("[data]") :])
-    config = load_checked(["--job.config_file", str(tmp_path / "a.toml")])
-    open_selection(config.data, (1, 1), config.validation.lead_hours)
-    assert config.validation.lead_hours == leads
+    for parent in ["demo.toml", "demo_unet.toml", "vit1b_adamw.toml"]:
+        section = text[text.index("[data]") :]
+        (tmp_path / "a.toml").write_text(f'extends = "train_configs/{parent}"\n\n{section}')
+        config = load_config(["--job.config_file", str(tmp_path / "a.toml")])
+        open_selection(config.data, (1, 1), config.validation.lead_hours)
+        assert config.validation.lead_hours == leads and not config.data.static_variables
 
 
 def waves(dates: int = 12) -> xr.Dataset:
