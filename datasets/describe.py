@@ -7,6 +7,11 @@ SOURCE is what data.path takes. Values are looked at on 24 dates, evenly spaced;
 Exit codes: 0 nothing wrong, 1 something is, 2 bad input.
 """
 
+from errors import DataError, end_when_interrupted, one_line_errors, without_secrets
+
+if __name__ == "__main__":
+    end_when_interrupted()  # before the imports, which take a second
+
 import json
 import os
 import sys
@@ -26,7 +31,6 @@ from datasets.options import check_selection, parse_selection
 from datasets.plausibility import count_implausible, implausible_kinds, undeclared_fill
 from datasets.remote import is_url
 from datasets.variables import OFTEN_ZERO, group_levels, join_name
-from errors import DataError, end_when_interrupted, one_line_errors, without_secrets
 
 SAMPLED_DATES = 24
 HELD_OUT = 0.15  # of the dates, for validation
@@ -154,16 +158,13 @@ def find_problems(values: np.ndarray, name: str) -> Iterator[str]:
 
 
 def data_section(archive: Archive, path: str, select: Sequence[str]) -> str:
-    """Return the TOML of a [data] and a [validation] section that train below any shipped configuration.
-
-    Static variables and leads are always named: those of the configuration may not be in these data.
-    """
+    """Return the TOML of a [data] and a [validation] section that train below any shipped configuration."""
     train, validation = split_periods(archive.times)
     step = max(1, round(usual_hours(archive.times)))
     section: dict[str, Any] = {
         "path": path if is_url(path) else os.path.abspath(path),
         "variables": archive.variables,
-        "levels": [],
+        "levels": [],  # and, if there are none, no static variables: the configuration may have some
         "static_variables": archive.static_variables,
         **({"select": list(select)} if select else {}),
         "grid_shape": list(archive.grid.shape),
@@ -191,6 +192,5 @@ def split_periods(times: np.ndarray) -> tuple[list[str], list[str]]:
 
 
 if __name__ == "__main__":
-    end_when_interrupted()
     with one_line_errors():
         sys.exit(main(sys.argv[1:]))

@@ -1,5 +1,6 @@
 """datasets.describe: contents, problems and a section that trains, of every layout and the real archives."""
 
+import os
 import re
 import subprocess
 import sys
@@ -191,6 +192,15 @@ def test_real_archives(capsys: pytest.CaptureFixture) -> None:
     assert [row.split()[-1] for row in rows] == ["1", "2", "1"]
     assert all(row.startswith("no value at all") for row in rows)
     assert find_problems(needs("era5_europe_2020"), capsys)[0] == 0
+
+
+@pytest.mark.parametrize("module", ["describe", "convert"])
+def test_interrupted_while_it_imports(tmp_path: Path, module: str) -> None:
+    (tmp_path / "numpy.py").write_text("import signal\nsignal.raise_signal(signal.SIGINT)\n")
+    command = [sys.executable, "-m", f"datasets.{module}", "a.zarr", "b.zarr"]
+    environment = os.environ | {"PYTHONPATH": str(tmp_path)}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (130, "rossby: interrupted\n")
 
 
 # -- docs/data.md: its file is made and described as it says
