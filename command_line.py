@@ -70,7 +70,8 @@ def _nearest_option(token: str, schema: Schema) -> str:
     }
     same = [option for option, key in options.items() if key == name]
     close = same or difflib.get_close_matches(name, options, 1, cutoff=0.8)
-    return f"did you mean --{close[0]}?" if close else "options are --section.key value (see --help)"
+    general = "options are --section.key value, such as --job.config_file run.toml (see --help)"
+    return f"did you mean --{close[0]}?" if close else general
 
 
 def read_toml(

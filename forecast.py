@@ -72,8 +72,10 @@ class Forecaster(Assembly):
 def forecast(config: Config) -> int:
     """Compute the forecasts of one store, on all ranks; return the exit code."""
     settings, data = config.forecast, config.data
+    target = Path(settings.path or config.dump_folder / "forecast.zarr")
 
     # -- analyses and initial dates: before any rank waits for another, so that bad input is one line --------
+    check_folder("the folder of forecast.path" if settings.path else "job.dump_folder", target.parent)
     selection = open_data(config)
     chosen = initial_dates(
         selection, settings.period or data.test_period or data.validation_period, settings.interval_hours
@@ -95,7 +97,6 @@ def forecast(config: Config) -> int:
         settings.num_members,
         {name: selection.archive.units(name) for name in variables},
     )
-    target = Path(settings.path or config.dump_folder / "forecast.zarr")
     store = ForecastStore(target, index)
     content = config, index, forecaster.trained, selection, chosen
     from_first_rank(lambda: create(store, about(*content)))
@@ -147,7 +148,6 @@ def forecast(config: Config) -> int:
 def open_data(config: Config) -> Selection:
     """Open the analyses to start from; the training dates may be missing. Raises ConfigError, DataError."""
     check_machine(config)
-    check_folder("job.dump_folder", config.dump_folder)
     selection = open_without_periods(config.data, config.model.patch_size)
     check_model(config, selection.archive.grid)
     return selection

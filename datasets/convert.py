@@ -7,6 +7,11 @@ If the command is killed, the same command continues. A worker needs about 3.5 G
 Exit codes: 0, 1 an error of the disk or a lost worker, 2 bad input.
 """
 
+from errors import DataError, RunFailed, end_when_interrupted, one_line_errors, refuse, without_secrets
+
+if __name__ == "__main__":
+    end_when_interrupted()  # before the imports, which take a second
+
 import ctypes
 import fcntl
 import hashlib
@@ -43,7 +48,6 @@ from datasets.grid import Grid, area_weights, global_grid, sum_moments
 from datasets.options import check_region, check_selection, parse_selection
 from datasets.remote import describe_error, is_url
 from datasets.variables import expand_levels, named_by, split_name, units
-from errors import DataError, RunFailed, end_when_interrupted, one_line_errors, refuse, without_secrets
 from jobs.durable_files import write_durably
 
 DONE = "conversion"  # folder in a store that is not complete: a file for each part that is written
@@ -138,6 +142,8 @@ def lock(folder: Path) -> Iterator[None]:
     except BlockingIOError:
         refuse("TARGET", str(folder), "another process is writing it; wait for its end")
     except OSError as error:
+        if not os.access(folder, os.W_OK):
+            refuse("TARGET", str(folder), f"it cannot be written to ({error.strerror}); name another")
         reason = f"{str(folder)!r} cannot be written ({describe_error(error)})"
         raise RunFailed(f"TARGET {reason}; the same command continues when that is repaired") from None
 
@@ -405,6 +411,5 @@ def main(argv: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    end_when_interrupted()
     with one_line_errors():
         sys.exit(main(sys.argv[1:]))

@@ -7,6 +7,11 @@ SOURCE is a value of data.path. Values are checked on 24 evenly spaced dates, wi
 Exit codes: 0 no problems, 1 problems, 2 bad input.
 """
 
+from errors import DataError, end_when_interrupted, one_line_errors, without_secrets
+
+if __name__ == "__main__":
+    end_when_interrupted()  # before the imports, which take a second
+
 import json
 import os
 import sys
@@ -26,7 +31,6 @@ from datasets.options import check_selection, parse_selection
 from datasets.plausibility import count_implausible, implausible_kinds, undeclared_fill
 from datasets.remote import is_url
 from datasets.variables import OFTEN_ZERO, group_levels, join_name
-from errors import DataError, end_when_interrupted, one_line_errors, without_secrets
 
 SAMPLED_DATES = 24
 HELD_OUT = 0.15  # of the dates, for validation
@@ -154,13 +158,14 @@ def find_problems(values: np.ndarray, name: str) -> Iterator[str]:
 
 
 def data_section(archive: Archive, path: str, select: Sequence[str]) -> str:
-    """Return the TOML of a [data] section that trains, and of [validation] where its default does not fit."""
+    """Return the TOML of a [data] and a [validation] section that train below any shipped configuration."""
     train, validation = split_periods(archive.times)
     step = max(1, round(usual_hours(archive.times)))
     section: dict[str, Any] = {
         "path": path if is_url(path) else os.path.abspath(path),
         "variables": archive.variables,
-        **({"static_variables": archive.static_variables} if archive.static_variables else {}),
+        "levels": [],  # and, if there are none, no static variables: the configuration may have some
+        "static_variables": archive.static_variables,
         **({"select": list(select)} if select else {}),
         "grid_shape": list(archive.grid.shape),
         "step_hours": step,
@@ -172,8 +177,7 @@ def data_section(archive: Archive, path: str, select: Sequence[str]) -> str:
     (first, last), usual = map(np.datetime64, validation), Validation().lead_hours
     longest = (last - first) / np.timedelta64(1, "h")
     leads = [hours for hours in usual if hours % step == 0 and hours <= longest] or [step]
-    lines += ["", "[validation]", f"lead_hours = {leads}"] if leads != list(usual) else []
-    return without_secrets("\n".join(["[data]", *lines]))
+    return without_secrets("\n".join(["[data]", *lines, "", "[validation]", f"lead_hours = {leads}"]))
 
 
 def split_periods(times: np.ndarray) -> tuple[list[str], list[str]]:
@@ -188,6 +192,5 @@ def split_periods(times: np.ndarray) -> tuple[list[str], list[str]]:
 
 
 if __name__ == "__main__":
-    end_when_interrupted()
     with one_line_errors():
         sys.exit(main(sys.argv[1:]))

@@ -153,7 +153,7 @@ class LaterFields:
     """Known fields of later dates of a forecast (`Normalizer.known`), read when the forecast reaches them."""
 
     def __init__(self, archive: Archive, variables: Sequence[str]) -> None:
-        self.archive, self.variables, self.missing = archive, list(variables), np.datetime64("NaT")
+        self.archive, self.variables, self.missing = archive, list(variables), np.datetime64("NaT", "s")
 
     def __call__(self, step: int, times: Tensor) -> Tensor:
         """Return (B, F, H, W) float32 of `times` (B,), seconds since 1970, on their device; NaN for dates

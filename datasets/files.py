@@ -248,7 +248,7 @@ def decode_times(variable: xr.Variable, reference: str = "") -> np.ndarray:
         raise DataError(f"its time has {reason}; {fix}") from None
     half = np.timedelta64(500_000_000, "ns")  # hours stored as float32 are off by seconds
     times = (times + half).astype("datetime64[s]")
-    return np.where(is_missing, np.datetime64("NaT"), times)
+    return np.where(is_missing, np.datetime64("NaT", "s"), times)
 
 
 def _decode_numbers(numbers: np.ndarray, attrs: Mapping[str, str]) -> np.ndarray:
@@ -269,7 +269,8 @@ def coordinate_times(file: OpenFile, name: str) -> np.ndarray:
     times = decode_times(file.arrays[name], reference.decode())
     if "valid_time_start" in file.attrs and "valid_time_stop" in file.attrs:
         first, last = (np.datetime64(str(file.attrs[f"valid_time_{end}"])[:10]) for end in ("start", "stop"))
-        times = np.where((times >= first) & (times < last + 1), times, np.datetime64("NaT"))
+        is_valid = (times >= first) & (times < last + np.timedelta64(1, "D"))
+        times = np.where(is_valid, times, np.datetime64("NaT", "s"))
     return times
 
 

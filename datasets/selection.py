@@ -233,11 +233,11 @@ def initial_dates(selection: Selection, period: tuple[str, ...], interval_hours:
             last = min(last, max(archive.times[-1], last.astype("datetime64[D]")))
         times = np.arange(first, last + np.timedelta64(1, "s"), np.timedelta64(interval_hours, "h"))
         if len(absent := np.setdiff1d(times, archive.times[available])):
-            span = f"its dates are from {archive.times[0]} to {archive.times[-1]}"
-            refuse(key, list(period), f"{archive.path!r} has not all variables at {absent[0]}; {span}")
+            place = f"{absent[0]} (forecast.interval_hours = {interval_hours})"
+            refuse(key, list(period), f"not all variables are at {place} {_span(archive.times)}")
         dates = np.flatnonzero(np.isin(archive.times, times))
     if not len(dates):
-        refuse(key, list(period), f"no date {_span(archive.times)}")
+        refuse(key, list(period), f"it has no date {_span(archive.times)}")
     windows = selection.around(dates, window_steps(selection.history), available)
     cut = (windows < 0).any(axis=1)
     lacking = f"the data lack some of the data.history = {selection.history} states that end there"
@@ -266,11 +266,11 @@ def _split(times: np.ndarray, data: Data) -> tuple[np.ndarray, np.ndarray]:
     if not data.train_period:
         train = np.setdiff1d(np.arange(len(times)), np.union1d(validation, test))
     if len(train) < 2:
-        refuse("data.train_period", list(data.train_period), f"fewer than two dates {_span(times)}")
+        refuse("data.train_period", list(data.train_period), f"it has fewer than two dates {_span(times)}")
     if data.validation_period and not len(validation):
-        refuse("data.validation_period", list(data.validation_period), f"no date {_span(times)}")
+        refuse("data.validation_period", list(data.validation_period), f"it has no date {_span(times)}")
     return train, validation
 
 
 def _span(times: np.ndarray) -> str:
-    return f"of it is in the data, which are from {times[0]} to {times[-1]}"
+    return f"in the data, which are from {times[0]} to {times[-1]}"

@@ -10,7 +10,7 @@ import re
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
-from errors import ConfigError, DataError
+from errors import ConfigError, DataError, format_value
 
 
 class Variable(NamedTuple):
@@ -284,7 +284,7 @@ def named_by(chosen: Iterable[str], names: Sequence[str]) -> list[str]:
     return [name for choice in chosen for name in names if choice in (name, name.partition(":")[0])]
 
 
-def nearest_name(name: str, candidates: Iterable[str]) -> str:
-    """Return the candidate most like a missing name as the end of an error: "; nearest: 'x'" or ""."""
-    close = difflib.get_close_matches(full_name(name), list(candidates), n=1, cutoff=0.5)
-    return f"; nearest: {close[0]!r}" if close else ""
+def nearest_name(name: str, candidates: Sequence[str]) -> str:
+    """Return the candidate most like a missing name, or all, as the end of an error: "; nearest: 'x'"."""
+    close = difflib.get_close_matches(full_name(name), candidates, n=1, cutoff=0.5)
+    return f"; nearest: {close[0]!r}" if close else f"; it has {format_value(list(candidates))}"

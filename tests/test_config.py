@@ -74,7 +74,7 @@ COMMAND_LINES = [
     ("--training. 3", "training.: unknown key"),
     ("--steps 3", "--steps: not an option; did you mean --training.steps?"),
     ("--", "--: not an option; options are --section.key value"),
-    ("other.toml", "other.toml: not an option"),
+    ("other.toml", "other.toml: not an option; options are --section.key value, such as --job.config_file"),
     ("'two\nlines'", "two lines: not an option"),
     ("--training.steps", "--training.steps: a value is missing (whole number at least 1 expected)"),
     ("--training.steps --training.seed 1", "--training.steps: a value is missing"),
@@ -120,7 +120,7 @@ COMMAND_LINES = [
     ('--data.train_period \'["2019-12-31", "soon"]\'', "data.train_period = 'soon': not a date; write"),
     ("--data.train_period '[\"2019-12-31\"]'", "data.train_period = ['2019-12-31']: two dates expected"),
     ('--data.validation_period \'["2019-12-31", "2020-01-01"]\'', "'2020-01-01']: overlaps"),
-    ('--data.train_period \'["1979-01-01", "1980-01-01"]\'', "fewer than two dates of it is in the data,"),
+    ('--data.train_period \'["1979-01-01", "1980-01-01"]\'', "it has fewer than two dates in the data,"),
     ('--data.validation_period \'["2031-01-01", "2031-01-02"]\'', "data.validation_period = ['2031-01-01'"),
     ('--data.test_period \'["2019-12-31T12", "2020-01-01"]\'', "data.test_period"),  # ends with that day
     # -- what the data do not have

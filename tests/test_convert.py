@@ -327,6 +327,7 @@ def test_what_is_refused(tmp_path: Path, truth: xr.Dataset, monkeypatch: pytest.
         ([source, "s3://bucket/a.zarr"], "a local folder expected"),
         ([source, f"{source}/inside"], "TARGET"),
         ([source, source], "TARGET"),
+        ([source, "/proc/store.zarr"], "TARGET = '/proc/store.zarr': it cannot be written to"),
         ([source, str(tmp_path)], "TARGET"),
         ([source], "TARGET"),
         ([source, str(target), "--stepz"], "--stepz"),

@@ -1,5 +1,6 @@
 """datasets.describe: contents, problems and a section that trains, of every layout and the real archives."""
 
+import os
 import re
 import subprocess
 import sys
@@ -11,6 +12,7 @@ import numpy as np
 import pytest
 import xarray as xr
 
+from command_line import load_config
 from config import Data
 from datasets import convert as conversion
 from datasets.convert import main as convert
@@ -83,16 +85,18 @@ def test_gaps_and_a_selected_element(tmp_path: Path, capsys: pytest.CaptureFixtu
 
 @pytest.mark.parametrize(("hours", "dates", "leads"), [(24, 40, (24,)), (6, 40, (6, 24)), (6, 6, (6,))])
 def test_leads_are_those_that_the_data_have(tmp_path, capsys, hours: int, dates: int, leads: tuple) -> None:
-    """By default 6 and 24 h, which daily data, or two days of others, refused."""
+    """Where a configuration that is extended has longer ones, and static variables, too."""
     ds = waves(dates)
     ds["time"] = np.datetime64("2019-12-30", "ns") + hours * np.arange(dates) * np.timedelta64(1, "h")
     ds[[T2M]].to_netcdf(tmp_path / "m.nc", engine="h5netcdf")
     main([str(tmp_path / "m.nc")])
     text = capsys.readouterr().out
-    (tmp_path / "a.toml").write_text(text[text.index("[data]") :])
-    config = load_checked(["--job.config_file", str(tmp_path / "a.toml")])
-    open_selection(config.data, (1, 1), config.validation.lead_hours)
-    assert config.validation.lead_hours == leads
+    for parent in ["demo.toml", "demo_unet.toml", "vit1b_adamw.toml"]:
+        section = text[text.index("[data]") :]
+        (tmp_path / "a.toml").write_text(f'extends = "train_configs/{parent}"\n\n{section}')
+        config = load_config(["--job.config_file", str(tmp_path / "a.toml")])
+        open_selection(config.data, (1, 1), config.validation.lead_hours)
+        assert config.validation.lead_hours == leads and not config.data.static_variables
 
 
 def waves(dates: int = 12) -> xr.Dataset:
@@ -188,6 +192,15 @@ def test_real_archives(capsys: pytest.CaptureFixture) -> None:
     assert [row.split()[-1] for row in rows] == ["1", "2", "1"]
     assert all(row.startswith("no value at all") for row in rows)
     assert find_problems(needs("era5_europe_2020"), capsys)[0] == 0
+
+
+@pytest.mark.parametrize("module", ["describe", "convert"])
+def test_interrupted_while_it_imports(tmp_path: Path, module: str) -> None:
+    (tmp_path / "numpy.py").write_text("import signal\nsignal.raise_signal(signal.SIGINT)\n")
+    command = [sys.executable, "-m", f"datasets.{module}", "a.zarr", "b.zarr"]
+    environment = os.environ | {"PYTHONPATH": str(tmp_path)}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (130, "rossby: interrupted\n")
 
 
 # -- docs/data.md: its file is made and described as it says

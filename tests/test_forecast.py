@@ -265,14 +265,15 @@ def test_a_date_without_values_is_reported_and_left_empty(run, tmp_path, capsys)
     [
         (
             ["--forecast.interval_hours", "6", "--forecast.period", '["2020-01-08", "2020-01-09T00"]'],
-            "has not all variables at 2020-01-08T12:00:00; its dates are from",
+            "at 2020-01-08T12:00:00 (forecast.interval_hours = 6) in the data, which are from",
         ),
         (
             ["--forecast.period", '["2021-01-08", "2021-01-09"]'],
             "forecast.period = ['2021-01-08', '2021-01-09']",
         ),
         (["--forecast.checkpoint", "nowhere"], "forecast.checkpoint = 'nowhere': no checkpoint there"),
-        (["--data.variables", '["vorticity:500"]'], "has no variable 'vorticity:500'"),
+        (["--data.variables", '["vorticity:500"]'], "has no variable 'vorticity:500'; it has "),
+        (["--forecast.path", "/proc/f.zarr"], "the folder of forecast.path = '/proc': /proc is no folder"),
         (["--data.variables", '["2m_temperature", "geopotential:500"]'], "was trained with"),
         (["--model.dim", "32"], "was trained with 16; take the config.toml of"),
     ],

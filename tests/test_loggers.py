@@ -25,7 +25,7 @@ from tests.started_jobs import ROOT, losses, run_options, write_config
 from tests.test_metrics import CONTRACT
 from training.loggers.opening import EXTRAS, Loggers, check_loggers, open_loggers
 from training.loggers.stored_run import StoredRun
-from training.loggers.tensorboard import Logger as TensorBoard
+from training.loggers.tensorboard_run import Logger as TensorBoard
 
 GRAFANA = ROOT / "docs/grafana"
 
@@ -38,6 +38,10 @@ def free_port() -> int:
 def fetched(url: str, **headers: str) -> str:
     with urllib.request.urlopen(urllib.request.Request(url, headers=headers), timeout=10) as answer:
         return answer.read().decode()
+
+
+def config_of(folder: Path, settings: Settings) -> Config:
+    return Config(job=Job(dump_folder=str(folder)), metrics=settings, training=Training(steps=10))
 
 
 # -- what is asked for and absent
@@ -79,7 +83,7 @@ def test_a_logger_that_fails_costs_one_warning(caplog):
 
 
 def test_tensorboard_shows_validations(tmp_path):
-    logger = TensorBoard(tmp_path / "tensorboard", 0, Config())
+    logger = TensorBoard(config_of(tmp_path, Settings()), 0, 0)
     logger.log({"step": 20, "val/loss": 0.5, "val/rmse/a": 1.0, "val/rmse_persistence/a": 2.0})
     logger.close()
     events = EventAccumulator(str(tmp_path / "tensorboard"))
@@ -88,6 +92,14 @@ def test_tensorboard_shows_validations(tmp_path):
     assert (score.step, score.value) == (20, 1.0)
     (text,) = events.Tensors("config/text_summary")
     assert b"    local_batch_size = " in text.tensor_proto.string_val[0]
+
+
+def test_a_logger_is_a_module_with_its_name(one_rank, tmp_path, monkeypatch):
+    module = type(sys)("training.loggers.mine_run")
+    module.Logger = lambda *arguments: arguments  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    config = config_of(tmp_path, Settings(loggers=("mine",)))  # type: ignore[arg-type]
+    assert open_loggers(config, 4, 6).loggers == {"mine": (config, 4, 6)}
 
 
 def test_a_store_that_only_appends_is_told_each_step_once(tmp_path):
@@ -160,10 +172,6 @@ def test_wandb_has_the_losses_of_the_run_once(resumed):
 
 
 # -- Prometheus
-
-
-def config_of(folder: Path, settings: Settings) -> Config:
-    return Config(job=Job(dump_folder=str(folder)), metrics=settings, training=Training(steps=10))
 
 
 @pytest.fixture

@@ -130,6 +130,13 @@ def test_every_loss_of_the_configuration_has_a_penalty():
     assert set(PENALTIES) == set(get_args(get_type_hints(Training)["loss"]))
 
 
+@pytest.mark.parametrize("loss", PENALTIES)
+def test_a_penalty_grows_by_its_power(loss: str):
+    """Scales of variables are factors of a cost, not of an error."""
+    error, penalty = batch()[0], PENALTIES[loss]
+    torch.testing.assert_close(penalty.cost(4 * error), 4**penalty.power * penalty.cost(error))
+
+
 def exact_cost(loss: str, error: torch.Tensor) -> torch.Tensor:
     return error.abs() if loss == "mae" else error.square()
 

@@ -229,7 +229,7 @@ def final_scores(means: Mapping[str, Tensor], num_members: int) -> dict[str, Ten
     `acc_ratio_of_means` is WeatherBench-X's. Names are WeatherBench2's where it has the score.
     """
     scores = {"mse": means["mse"], "rmse": means["mse"].sqrt()}
-    scores |= {name: means[name] for name in ("rmse_sqrt_before_time_avg", "mae", "bias")}
+    scores |= {name: means[name] for name in ("rmse_sqrt_before_time_avg", *ERRORS[1:])}
     if "acc" in means:
         ours, theirs = means["forecast_anomaly_square"], means["truth_anomaly_square"]
         scores["acc"] = means["acc"]

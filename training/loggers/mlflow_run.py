@@ -5,9 +5,9 @@ import time
 import tomllib
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 
+from config import Config
 from training.loggers.stored_run import StoredRun, scalars
 
 os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")  # nothing leaves this machine; read at the import
@@ -22,8 +22,8 @@ from mlflow.entities import Metric, Param  # type: ignore[reportMissingImports] 
 class Logger:
     """Sends from a thread, so that a slow server delays no step."""
 
-    def __init__(self, folder: Path, resume_step: int, written: int) -> None:
-        self.folder = folder
+    def __init__(self, config: Config, resume_step: int, written: int) -> None:
+        self.folder = folder = config.dump_folder
         store = os.environ.get("MLFLOW_TRACKING_URI", (folder / "mlflow").absolute().as_uri())
         self.client = MlflowClient(tracking_uri=store)
         self.stored = StoredRun(folder / "mlflow.json", store, resume_step, written, self._create)

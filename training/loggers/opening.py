@@ -50,7 +50,7 @@ class Loggers:
     """Loggers by name. After its first error a logger is closed with a warning; the run continues.
 
     A logger has the methods log(record) and close(), and may have restart(step), after which later steps are
-    repeated.
+    repeated. "name" of metrics.loggers is `Logger(config, resume_step, written)` of name_run.py in this folder.
     """
 
     def __init__(self) -> None:
@@ -80,15 +80,10 @@ def open_loggers(config: Config, resume_step: int, written: int) -> Loggers:
 
     written: the last step that the start before logged.
     """
-    loggers, settings, folder, steps = Loggers(), config.metrics, config.dump_folder, config.training.steps
-    is_first = dist.get_rank() == 0
-    if is_first and "tensorboard" in settings.loggers:
-        loggers.open("TensorBoard", "tensorboard", folder / "tensorboard", resume_step, config)
-    if is_first and "wandb" in settings.loggers:
-        loggers.open("Weights & Biases", "wandb_run", folder, resume_step, written)
-    if is_first and "mlflow" in settings.loggers:
-        loggers.open("MLflow", "mlflow_run", folder, resume_step, written)
+    loggers, settings = Loggers(), config.metrics
+    for name in settings.loggers if dist.get_rank() == 0 else ():
+        loggers.open(name, f"{name}_run", config, resume_step, written)
     if settings.prometheus and os.environ.get("LOCAL_RANK", "0") == "0":
         name, where = f"metrics.prometheus = {settings.prometheus}", address_and_port(settings.prometheus)
-        loggers.open(name, "prometheus", *where, folder, steps)
+        loggers.open(name, "prometheus", *where, config.dump_folder, config.training.steps)
     return loggers

@@ -3,22 +3,23 @@
 import os
 import tomllib
 import uuid
-from pathlib import Path
 from typing import Any
 
 import wandb  # type: ignore[reportMissingImports]
 
+from config import Config
 from training.loggers.stored_run import StoredRun, scalars
 
 
 class Logger:
     """Project, entity and key come from W&B's own environment variables."""
 
-    def __init__(self, folder: Path, resume_step: int, written: int) -> None:
+    def __init__(self, config: Config, resume_step: int, written: int) -> None:
         mode = os.environ.get("WANDB_MODE", "offline")
         if mode == "offline":
             os.environ.setdefault("WANDB_ERROR_REPORTING", "false")  # nothing leaves this machine
-        path, config = folder / "wandb/rossby.json", folder / "config.toml"
+        folder = config.dump_folder
+        path, settings = folder / "wandb/rossby.json", folder / "config.toml"
         self.stored = StoredRun(path, "wandb", resume_step, written, lambda: uuid.uuid4().hex)
         self.run = wandb.init(
             id=self.stored.id,
@@ -27,7 +28,7 @@ class Logger:
             name=os.environ.get("WANDB_NAME", folder.name),
             dir=folder,
             mode=mode,  # type: ignore[reportArgumentType]
-            config=tomllib.loads(config.read_text()) if config.exists() else {},
+            config=tomllib.loads(settings.read_text()) if settings.exists() else {},
             settings=wandb.Settings(console="off", silent=True),
         )
 

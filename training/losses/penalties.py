@@ -14,7 +14,7 @@ from torch import Tensor
 class Penalty:
     """A penalty function and its slope. Members of an ensemble are the last dim of errors (`by_member`)."""
 
-    power: int  # the penalty grows with this power of the error
+    power: int  # cost(a error) = a^power cost(error), for a > 0: scales of variables are factors of a cost
     cost: Callable[[Tensor], Tensor]
     slope_: Callable[[Tensor], Tensor]  # in place: overwrites the error
 

@@ -1,6 +1,5 @@
 """TensorBoard: scalars, and the configuration."""
 
-from pathlib import Path
 from typing import Any
 
 from torch.utils.tensorboard import SummaryWriter
@@ -11,8 +10,8 @@ from training.loggers.stored_run import scalars
 
 
 class Logger:
-    def __init__(self, folder: Path, resume_step: int, config: Config) -> None:
-        self.folder, self.config = folder, config
+    def __init__(self, config: Config, resume_step: int, written: int) -> None:
+        self.folder, self.config = config.dump_folder / "tensorboard", config
         self.writer = self._open(resume_step)
 
     def _open(self, step: int) -> SummaryWriter:
