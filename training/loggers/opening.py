@@ -49,8 +49,8 @@ def address_and_port(text: str) -> tuple[str, int]:
 class Loggers:
     """Loggers by name. After its first error a logger is closed with a warning; the run continues.
 
-    A logger has the methods log(record) and close(), and may have restart(step), after which later steps are
-    repeated. "name" of metrics.loggers is `Logger(config, resume_step, written)` of name_run.py in this folder.
+    A logger has the methods log(record) and close(), and may have restart(step), after which later steps come
+    again. "name" of metrics.loggers is `Logger(config, resume_step, written)` of name_run.py in this folder.
     """
 
     def __init__(self) -> None:
