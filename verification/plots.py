@@ -216,7 +216,10 @@ def plot_spectra(spectra: Mapping[str, xr.Dataset], target: Path) -> None:
         own["truth"] = one_variable(first, name).sel(source="truth")
         means = [mean_of_midlatitudes(each.isel(lead_time=-1, drop=True)) for each in own.values()]
         mean = xr.concat(means, pd.Index(list(own), name="forecast")).isel(zonal_wavenumber=slice(1, None))
-        lines[name] = mean.where(mean > 0)
+        if (mean > 0).any():  # else each row there lacks a cell, or the grid has no such rows
+            lines[name] = mean.where(mean > 0)
+    if not lines:
+        return
     dates, units = int(first["num_dates"][-1]), [units_of(first, name) for name in lines]
     title = f"Zonal energy at {lead_hours(first)[-1]} h, {dates} initial dates"
     plot_lines(lines, units, title, target, "zonal_wavenumber", xscale="log", yscale="log")
