@@ -162,6 +162,15 @@ def test_no_row_without_a_missing_cell_has_no_plot_of_spectra(folder: Path, tmp_
         assert (tmp_path / "spectra.png").exists() == drawn
 
 
+def test_forecasts_of_other_variables_are_plotted_together(folder: Path, tmp_path: Path) -> None:
+    stored = xr.open_zarr(folder / "forecast.zarr", decode_timedelta=True).load().drop_encoding()
+    write(stored[["2m_temperature"]], tmp_path / "warm.zarr")
+    both = {"all": opened(folder)[0], "warm": open_forecast(str(tmp_path / "warm.zarr"))}
+    names = ["2m_temperature", "geopotential:500"]
+    plot_evaluation(evaluate_together(both, opened(folder)[1], variables=names, spectra_lead=24), tmp_path)
+    assert (tmp_path / "spectra.png").exists()
+
+
 def test_what_is_not_there_is_said_in_one_line(folder: Path) -> None:
     forecast, truth, means = opened(folder)
     with pytest.raises(ConfigError, match="'arctics'"):
