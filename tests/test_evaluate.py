@@ -222,11 +222,13 @@ def test_two_forecasts_have_no_file_in_common(run):
         ["--forecast", "nowhere.zarr"],
         ["--forecast", "persistence=datasets"],  # the name of a baseline
         ["--regions", "atlantis"],
+        ["--output", "{folder}/truth.zarr/scores"],
         ["--baselines", "luck"],
         ["--datta.path", "x"],
     ],
 )
 def test_bad_input_is_one_line(run, options):
+    options = [word.replace("{folder}", str(run.folder)) for word in options]
     code, message, _ = run(*options, run="no")
     assert code == 2 and message.count("\n") == 1
     assert options[1].partition("=")[0] in message or "datta" in message
