@@ -271,8 +271,9 @@ def plain_name(name: str) -> str:
 
 def write_scores(evaluations: Mapping[str, Evaluation], folder: Path) -> None:
     """Write scores, statistics by date, and spectra (one NetCDF file per forecast)."""
-    for path in [*folder.glob("acc.png"), *folder.glob("spectra[._]*"), *folder.glob("scorecard.*")]:
-        path.unlink()  # of an earlier evaluation
+    for pattern in ("rmse.png", "acc.png", "spectra.png", "spectra_*.nc", "scorecard.csv", "scorecard.html"):
+        for path in folder.glob(pattern):
+            path.unlink()  # of an earlier evaluation
     scores = combine({name: evaluation.scores for name, evaluation in evaluations.items()})
     scores.to_netcdf(folder / "scores.nc", engine="h5netcdf")
     by_date = combine({name: evaluation.by_date for name, evaluation in evaluations.items()})
