@@ -293,12 +293,12 @@ def load_config(argv: list[str]) -> Config:
     Relative paths are relative to the current folder. If only job.dump_folder is given, the config.toml in it
     is read. training/config_checks.py checks combinations, not this function.
     """
-    overrides = parse_command_line(argv, SECTIONS)
+    overrides = _with_paths(parse_command_line(argv, SECTIONS), os.path.expanduser)
     job = overrides.get("job", {})
     folder = job.get("dump_folder", "")
     of_run = Path(folder, "config.toml")
     default = str(of_run) if folder and of_run.is_file() else in_project(DEFAULT_CONFIG)
-    config_file = job.get("config_file", default)
+    config_file = os.path.expanduser(job.get("config_file", default))
     file = _with_paths(read_toml(config_file, SECTIONS), in_project)
     if "config_file" in file.get("job", {}):
         reason = f"is in {config_file} itself; name another file with extends, or on the command line"

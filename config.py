@@ -559,6 +559,7 @@ SECTIONS: dict[str, type] = {f.name: f.default_factory for f in dataclasses.fiel
 
 def in_project(path: str) -> str:
     """Return a path in the project: relative to it, absolute if the caller is in another folder."""
+    path = os.path.expanduser(path)
     return str(PROJECT / path) if _is_relative(path) and Path.cwd() != PROJECT else path
 
 

@@ -257,8 +257,8 @@ def print_scores(evaluations: dict[str, Evaluation], target: Path) -> None:
 def run(config: Config, options: Namespace) -> None:
     """Run the whole evaluation on every rank."""
     folder = config.dump_folder
-    target = Path(options.output or folder / OWN_FOLDER)
-    check_folder("--output", target)
+    target = Path(options.output or folder / OWN_FOLDER).expanduser()
+    check_folder("--output", target, config.data)
     picks, access = parse_selection(config.data.select), access_of(config.data)
     forecasts = open_forecasts(options.forecast, folder, picks, access)
     dims = {dim for forecast in forecasts.values() for dim in forecast.extra_dimensions}

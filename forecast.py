@@ -75,7 +75,7 @@ def forecast(config: Config) -> int:
     target = Path(settings.path or config.dump_folder / "forecast.zarr")
 
     # -- analyses and initial dates: before any rank waits for another, so that bad input is one line --------
-    check_folder("the folder of forecast.path" if settings.path else "job.dump_folder", target.parent)
+    check_folder("the folder of forecast.path" if settings.path else "job.dump_folder", target.parent, data)
     selection = open_data(config)
     chosen = initial_dates(
         selection, settings.period or data.test_period or data.validation_period, settings.interval_hours
@@ -305,7 +305,7 @@ def export(config: Config, target: Path) -> None:
     """Write the trained model as a folder, with adapters merged into their matrices."""
     if os.environ.get("WORLD_SIZE", "1") != "1":
         raise ConfigError(f"--export {target}: start one process; each of several has a part of the model")
-    check_folder("--export", target.parent)
+    check_folder("--export", target.parent, config.data)
     check_target(target)
     # Plain float32, because every machine can run it; kernels and precisions depend on the machine.
     model = replace(config.model, attention_backend="sdpa")
@@ -329,7 +329,7 @@ def main() -> None:
         config = start(rest, __doc__, check)
         start_logging(os.environ.get("RANK", "0") == "0")
         if options.export:
-            export(config, Path(options.export))
+            export(config, Path(options.export).expanduser())
             return
         try:
             code = forecast(config)

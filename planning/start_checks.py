@@ -26,7 +26,7 @@ import torch
 
 from checkpoints.files import check_steps
 from checkpoints.identity import check_resume
-from config import Config
+from config import Config, Data
 from datasets.grid import Grid, latitude_bounds
 from datasets.options import COPIES_AHEAD
 from datasets.selection import Selection, check_outside_source, open_selection
@@ -52,9 +52,7 @@ def open_checked(config: Config) -> Selection:
     """Open the data of a run and check that machine, model and data fit together. ConfigError, DataError."""
     check_loggers(config.metrics)
     check_machine(config)
-    check_folder("job.dump_folder", config.dump_folder)
-    for source in (config.data.path, *config.data.more_paths):
-        check_outside_source("job.dump_folder", str(config.dump_folder), source)
+    check_folder("job.dump_folder", config.dump_folder, config.data)
     lead_hours = config.validation.lead_hours if config.validation.enable else ()
     longest = config.training.states_ahead
     selection = open_selection(config.data, config.model.patch_size, lead_hours, longest)
@@ -107,8 +105,10 @@ def local_ranks() -> tuple[str, int]:
     return name, number_in_environment(name)
 
 
-def check_folder(key: str, folder: Path) -> None:
-    """Check that a folder can be made and written to; changes nothing. ConfigError."""
+def check_folder(key: str, folder: Path, data: Data) -> None:
+    """Check that a folder can be made and written to, outside the data; changes nothing. ConfigError."""
+    for source in (data.path, *data.more_paths):
+        check_outside_source(key, str(folder), source)
     there = next(path for path in (folder, *folder.parents) if path.exists())
     if not there.is_dir():
         refuse(key, str(folder), f"{there} is not a folder")

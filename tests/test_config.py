@@ -247,6 +247,16 @@ def test_ranks_that_are_not_first_say_nothing(
     assert end.value.code == 2 and capsys.readouterr() == ("", "")
 
 
+def test_a_tilde_is_the_home_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where no shell replaces it: behind "=", and in a file."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "a.toml").write_text('[job]\ndump_folder = "~/in_file"\n[data]\npath = "~/era5.zarr"\n')
+    config = load_config(["--job.config_file=~/a.toml"])
+    assert (config.dump_folder, config.data.path) == (tmp_path / "in_file", f"{tmp_path}/era5.zarr")
+    options = ["--job.config_file=~/a.toml", "--job.dump_folder=~/run"]
+    assert load_config(options).dump_folder == tmp_path / "run"
+
+
 def test_the_folder_of_a_run_is_its_configuration(tmp_path: Path, folder: Path) -> None:
     """forecast.py and evaluate.py took the default configuration, with the folder of another."""
     (tmp_path / "config.toml").write_text(f'extends = "{folder}/good.toml"\n[model]\ndim = 64\n')

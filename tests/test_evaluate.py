@@ -199,17 +199,36 @@ def test_two_ranks_give_the_same_bits(run):
         xr.testing.assert_identical(two, one)
 
 
+def test_nothing_is_left_of_an_earlier_evaluation(run):
+    ours = run.folder / "ours.zarr"
+    for options, files in (
+        (["--baselines", "persistence"], {"scorecard.csv", "spectra_ours.nc", "spectra_persistence.nc"}),
+        (["--baselines", ""], {"spectra_ours.nc"}),
+    ):
+        code, printed, out = run(f"--forecast={ours}", *options, output="again")
+        assert code == 0, printed
+        assert {path.name for path in (*out.glob("*.csv"), *out.glob("spectra_*"))} == files
+
+
+def test_two_forecasts_have_no_file_in_common(run):
+    ours = run.folder / "ours.zarr"
+    code, message, _ = run(f"--forecast=a b={ours}", f"--forecast=a?b={ours}", run="no")
+    assert code == 2 and message.count("\n") == 1 and "a?b" in message
+
+
 @pytest.mark.parametrize(
     "options",
     [
         ["--forecast", "nowhere.zarr"],
         ["--forecast", "persistence=datasets"],  # the name of a baseline
         ["--regions", "atlantis"],
+        ["--output", "{folder}/truth.zarr/scores"],
         ["--baselines", "luck"],
         ["--datta.path", "x"],
     ],
 )
 def test_bad_input_is_one_line(run, options):
+    options = [word.replace("{folder}", str(run.folder)) for word in options]
     code, message, _ = run(*options, run="no")
     assert code == 2 and message.count("\n") == 1
     assert options[1].partition("=")[0] in message or "datta" in message

@@ -19,6 +19,7 @@ from verification.baselines import AnalysesForecast, damped_persistence, persist
 from verification.climatology import open_climatology
 from verification.evaluation import Evaluation, evaluate, evaluate_together
 from verification.forecast_layouts import open_forecast
+from verification.plots import plot_evaluation
 from verification.score_tables import combine
 
 GFS = str(ROOT / "../shared/data/gfs_winds_2026/*_2.8125deg.nc")
@@ -147,6 +148,27 @@ def test_only_what_is_asked_for(folder: Path) -> None:
     metrics = {*found.scores.metric.values}
     assert metrics >= {"num_dates", "common_area", "rmse", "bias"} and not metrics & {"acc", "crps", "spread"}
     assert found.spectra is None
+
+
+def test_no_row_without_a_missing_cell_has_no_plot_of_spectra(folder: Path, tmp_path: Path) -> None:
+    stored = xr.open_zarr(folder / "truth.zarr").load().drop_encoding()
+    stored["2m_temperature"][..., 3] = np.nan
+    write(stored, tmp_path / "holes.zarr")
+    truth = open_archive(str(tmp_path / "holes.zarr"))
+    for variables, drawn in ((["2m_temperature"], False), (["2m_temperature", "geopotential:500"], True)):
+        forecast = opened(folder)[0]
+        found = evaluate(forecast, truth, variables=variables, spectra_lead=24)
+        plot_evaluation({"model": found}, tmp_path)
+        assert (tmp_path / "spectra.png").exists() == drawn
+
+
+def test_forecasts_of_other_variables_are_plotted_together(folder: Path, tmp_path: Path) -> None:
+    stored = xr.open_zarr(folder / "forecast.zarr", decode_timedelta=True).load().drop_encoding()
+    write(stored[["2m_temperature"]], tmp_path / "warm.zarr")
+    both = {"all": opened(folder)[0], "warm": open_forecast(str(tmp_path / "warm.zarr"))}
+    names = ["2m_temperature", "geopotential:500"]
+    plot_evaluation(evaluate_together(both, opened(folder)[1], variables=names, spectra_lead=24), tmp_path)
+    assert (tmp_path / "spectra.png").exists()
 
 
 def test_what_is_not_there_is_said_in_one_line(folder: Path) -> None:

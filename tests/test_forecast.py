@@ -274,11 +274,15 @@ def test_a_date_without_values_is_reported_and_left_empty(run, tmp_path, capsys)
         (["--forecast.checkpoint", "nowhere"], "forecast.checkpoint = 'nowhere': no checkpoint there"),
         (["--data.variables", '["vorticity:500"]'], "has no variable 'vorticity:500'; it has "),
         (["--forecast.path", "/proc/f.zarr"], "the folder of forecast.path = '/proc': /proc is no folder"),
+        (["--forecast.path", "{run}/../wb.zarr/f.zarr"], "is inside the store"),
+        (["--export", "{run}/../wb.zarr/model"], "is inside the store"),
+        (["--forecast.path", "{run}/../wb.zarr"], "wb.zarr': exists, and is not a forecast of Rossby"),
         (["--data.variables", '["2m_temperature", "geopotential:500"]'], "was trained with"),
         (["--model.dim", "32"], "was trained with 16; take the config.toml of"),
     ],
 )
 def test_bad_input_is_one_line(run, tmp_path, options, message):
+    options = [word.format(run=run) if "{run}" in word else word for word in options]
     words = arguments(run, "--forecast.path", str(tmp_path / "f.zarr"), *options)
     ended = run_main(forecast.main, *words)
     lines = [line for line in ended.stderr.splitlines() if line.startswith("rossby: ")]

@@ -56,6 +56,16 @@ def test_persistence_scores_what_numpy_says(one_rank, dataset, area):
         np.testing.assert_allclose(scores.values("rmse")[lead - 1], expected, rtol=1e-6)
 
 
+def test_the_loss_has_the_cells_of_training(one_rank, dataset, area):
+    """Also those that are missing at the start, which have no score."""
+    seen = []
+    Validation(dataset, [1, 2], 6, area.device, 2).run(
+        persistence, {}, lambda predicted, truth: seen.append(truth) or truth.new_zeros(())
+    )
+    assert dataset.__getitems__([2])[0][0, 0].isnan().any()
+    np.testing.assert_array_equal(torch.cat(seen), values(analyses())[SAMPLES[:, 1]])
+
+
 def test_scores_do_not_depend_on_the_batch_size(one_rank, dataset, area):
     tables = [run(dataset, area, persistence, batch_size=n).values("rmse") for n in (1, 2, 3)]
     assert np.array_equal(tables[0], tables[1]) and np.array_equal(tables[1], tables[2])

@@ -264,13 +264,20 @@ def dates_before(saved: SavedParts, earlier: list[dict[str, Any]]) -> list[int]:
     return dates
 
 
+def plain_name(name: str) -> str:
+    """Return the name of a forecast as a part of a file's name."""
+    return re.sub(r"[^\w.+-]", "_", name)
+
+
 def write_scores(evaluations: Mapping[str, Evaluation], folder: Path) -> None:
     """Write scores, statistics by date, and spectra (one NetCDF file per forecast)."""
+    for pattern in ("rmse.png", "acc.png", "spectra.png", "spectra_*.nc", "scorecard.csv", "scorecard.html"):
+        for path in folder.glob(pattern):
+            path.unlink()  # of an earlier evaluation
     scores = combine({name: evaluation.scores for name, evaluation in evaluations.items()})
     scores.to_netcdf(folder / "scores.nc", engine="h5netcdf")
     by_date = combine({name: evaluation.by_date for name, evaluation in evaluations.items()})
     by_date.to_netcdf(folder / "scores_by_date.nc", engine="h5netcdf")
     for name, evaluation in evaluations.items():
         if evaluation.spectra is not None:
-            plain = re.sub(r"[^\w.+-]", "_", name)
-            evaluation.spectra.to_netcdf(folder / f"spectra_{plain}.nc", engine="h5netcdf")
+            evaluation.spectra.to_netcdf(folder / f"spectra_{plain_name(name)}.nc", engine="h5netcdf")

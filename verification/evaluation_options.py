@@ -9,6 +9,7 @@ from datasets.archive import Archive
 from datasets.grid import Grid
 from datasets.remote import Access
 from errors import ConfigError
+from verification.evaluation import plain_name
 from verification.forecast_layouts import StoredForecast, open_forecast
 from verification.matching import ForecastFields
 from verification.scores import REGIONS, regions_on
@@ -38,8 +39,8 @@ def open_forecasts(
         name = name or Path(path).name.removesuffix(".zarr").removesuffix(".nc")
         if "://" not in path and not Path(path).exists():
             raise ConfigError(f"--forecast {path!r}: does not exist; run forecast.py, or name another")
-        if name.replace(" ", "_") in (*BASELINES, *found):
-            reason = "the name of a baseline, or named twice; give it another, NAME=PATH"
+        if plain_name(name) in map(plain_name, (*BASELINES, *found)):
+            reason = "its files would have the names of a baseline's or another one's; rename it, NAME=PATH"
             raise ConfigError(f"--forecast {name!r}: {reason}")
         stored = found[name] = open_forecast(path, picks, access)
         if stored.status is not None and (left := int((stored.status == NOT_COMPUTED).any(1).sum())):

@@ -75,8 +75,8 @@ def plot_lines(
     lines: Mapping[str, xr.DataArray], units: Sequence[str], title: str, target: Path, x: str, **look: Any
 ) -> None:
     """Draw curves (forecast, x) of each variable, in a panel each. units: of each variable."""
-    names = pd.Index(list(lines), name="variable")
-    whole = xr.concat([each.reset_coords(drop=True) for each in lines.values()], names)
+    names, every = pd.Index(list(lines), name="variable"), lines.values()
+    whole = xr.concat([each.reset_coords(drop=True) for each in every], names, join="outer")
     panels = whole.plot.line(
         x=x, hue="forecast", col="variable", col_wrap=min(4, len(names)), sharey=False, **look
     )
@@ -215,8 +215,13 @@ def plot_spectra(spectra: Mapping[str, xr.Dataset], target: Path) -> None:
         own = {each: one_variable(one, name).sel(source="forecast") for each, one in of_variable.items()}
         own["truth"] = one_variable(first, name).sel(source="truth")
         means = [mean_of_midlatitudes(each.isel(lead_time=-1, drop=True)) for each in own.values()]
-        mean = xr.concat(means, pd.Index(list(own), name="forecast")).isel(zonal_wavenumber=slice(1, None))
-        lines[name] = mean.where(mean > 0)
+        # No index of pandas: xarray cannot align its strings where a forecast lacks a variable.
+        index = xr.DataArray(list(own), dims="forecast", name="forecast")
+        mean = xr.concat(means, index).isel(zonal_wavenumber=slice(1, None))
+        if (mean > 0).any():  # else each row there lacks a cell, or the grid has no such rows
+            lines[name] = mean.where(mean > 0)
+    if not lines:
+        return
     dates, units = int(first["num_dates"][-1]), [units_of(first, name) for name in lines]
     title = f"Zonal energy at {lead_hours(first)[-1]} h, {dates} initial dates"
     plot_lines(lines, units, title, target, "zonal_wavenumber", xscale="log", yscale="log")

@@ -189,8 +189,8 @@ class ForecastStore:
         """Raise ConfigError unless every byte of the store would be the same."""
         with self._open() as forecasts:
             try:
-                stored = dict(json.loads(forecasts.attrs.get(ATTRIBUTE, "{}")))
-            except (ValueError, TypeError):
+                stored = dict(json.loads(forecasts.attrs[ATTRIBUTE]))
+            except (KeyError, ValueError, TypeError):
                 raise self._error("exists, and is not a forecast of Rossby, or damaged") from None
         for key, value in json.loads(json.dumps(about)).items():
             if stored.get(key) != value:

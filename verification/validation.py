@@ -129,7 +129,8 @@ class Validation:
                         date, truth = indices[row], self._scored(truths[row, lead], state[row])
                         self._add(tallies[name], date, lead, predicted[row], truth)
                         if name == "model" and lead == 0 and tallies[name].table[-1, date, 0].any():
-                            losses[date] = loss(predicted[row], truth[None])
+                            # As in training: cells that are missing at the start count, too.
+                            losses[date] = loss(predicted[row], truths[row, lead][None])
         return self._scores(tallies, losses)
 
     def _scored(self, truth: Tensor, state: Tensor) -> Tensor:
