@@ -7,7 +7,7 @@ if [[ -n "${ROSSBY_PYTHON:-}" ]]; then
     command -v "$PYTHON" >/dev/null || { echo "rossby: ROSSBY_PYTHON = $PYTHON: not an interpreter" >&2; exit 2; }
 else
     PYTHON=$project/.venv/bin/python
-    # What `uv sync` has made has no pip, and is for uv to keep up to date.
+    # An environment made by `uv sync` has no pip; uv keeps it up to date.
     is_set_up() {
         cmp -s "$project/requirements.txt" "$project/.venv/installed.txt" || grep -qs '^uv = ' "$project/.venv/pyvenv.cfg"
     }

@@ -60,13 +60,14 @@ def block_plan(block: nn.Module) -> dict[str, ParallelStyle]:
     norm = partial(SequenceParallel, use_local_output=True)
     shards, whole = Shard(TOKENS), Replicate()
 
+    def is_adapted(name: str) -> bool:
+        return isinstance(block.get_submodule(name), AdaptedLinear)
+
     def by_columns(name: str, tokens: Placement = shards) -> ParallelStyle:
-        is_adapted = isinstance(block.get_submodule(name), AdaptedLinear)
-        return (AdaptedColumns if is_adapted else ColwiseParallel)(input_layouts=tokens)
+        return (AdaptedColumns if is_adapted(name) else ColwiseParallel)(input_layouts=tokens)
 
     def by_rows(name: str) -> ParallelStyle:
-        is_adapted = isinstance(block.get_submodule(name), AdaptedLinear)
-        return (AdaptedRows if is_adapted else RowwiseParallel)(output_layouts=shards)
+        return (AdaptedRows if is_adapted(name) else RowwiseParallel)(output_layouts=shards)
 
     plan = {
         "attention_norm": norm(sequence_dim=TOKENS),

@@ -50,7 +50,7 @@ class Loggers:
     """Loggers by name. After its first error a logger is closed with a warning; the run continues.
 
     A logger has the methods log(record) and close(), and may have restart(step), after which later steps come
-    again. "name" of metrics.loggers is `Logger(config, resume_step, written)` of name_run.py in this folder.
+    again. The logger "wandb" of metrics.loggers is `Logger(config, resume_step, written)` in wandb_run.py.
     """
 
     def __init__(self) -> None:
