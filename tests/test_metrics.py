@@ -55,6 +55,12 @@ def test_objects_have_the_keys_of_the_contract(one_rank, tmp_path):
     assert list((tmp_path / "tensorboard").iterdir())
 
 
+def test_lines_on_a_terminal_are_seconds_apart_but_for_the_last(one_rank, tmp_path, caplog):
+    with caplog.at_level("INFO"):
+        log(tmp_path, [7, 8, 9, 10])
+    assert [line.split("/")[0] for line in caplog.messages if "loss" in line] == ["step  7", "step 10"]
+
+
 def test_a_resumed_run_replaces_the_steps_it_repeats(one_rank, tmp_path):
     log(tmp_path, [1, 2, 3])
     with (tmp_path / "metrics.jsonl").open("a") as file:

@@ -105,7 +105,8 @@ class Metrics:
         }
         self.write(record)
         now = time.monotonic()
-        if self.is_first and now - self.last_line >= SECONDS_BETWEEN_LINES:
+        is_due = step == self.steps or now - self.last_line >= SECONDS_BETWEEN_LINES
+        if self.is_first and is_due:
             self.last_line = now
             logger.info(dense_line(record, self.steps))
         self.start_interval()
