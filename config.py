@@ -15,12 +15,13 @@ from errors import refuse
 
 DEFAULT_CONFIG = "train_configs/demo.toml"
 PROJECT = Path(__file__).resolve().parent
-SIMULATED = "simulated"  # a value of data.path that names no file
+SIMULATED, RANDOM = "simulated", "random"  # values of data.path that name no file
 PATHS = (  # keys that name a file or a folder; job.config_file is always relative to the caller's folder
     ("job", "dump_folder"),
     ("data", "path"),
     ("data", "more_paths"),
     ("data", "static_path"),
+    ("data", "store_path"),
     ("checkpoint", "initial_load_path"),
     ("forecast", "path"),
     ("forecast", "checkpoint"),
@@ -92,12 +93,18 @@ class Data:
     path: str = option(
         "simulated",
         "Zarr store, NetCDF, HDF5 or GRIB file, folder, glob or URL of analyses. "
-        '"simulated": weather that is generated on first use.',
+        "Training reads a store that the first start converts from it (data.store_path). "
+        '"simulated": weather that is generated on first use. "random": noise, without a file.',
     )
     more_paths: tuple[str, ...] = option(
         (),
         "Further sources on the same grid, with more variables or dates. Dates that lack a variable are "
         "left out.",
+    )
+    store_path: str = option(
+        "",
+        "Folder of the store that the first start converts from data.path, if that is none. Default: "
+        "outputs/stores/, named by what is converted.",
     )
     storage_options: tuple[str, ...] = option(
         (),
@@ -159,16 +166,9 @@ class Data:
     grid_shape: tuple[Count, Count] = option(
         (0, 0), "Number of latitudes and longitudes that the data must have. [0, 0]: any."
     )
-    cache_gib: Annotated[float, Range(0.0, MOST, infinite=True)] = option(
-        1.0, "Keep the fields of training and validation in memory if they take at most this many GiB."
-    )
-    statistics_dates: Count = option(
-        0, "Number of training dates from which means and standard deviations are computed. 0: all."
-    )
     num_workers: Processes = option(
         0,
-        "Readers per rank: threads for converted stores and fields in memory, else processes. "
-        "0: read synchronously.",
+        "Threads of each rank that read batches ahead, a batch each. 0: read when a batch is needed.",
     )
 
 
@@ -570,4 +570,4 @@ def for_a_file(path: str) -> str:
 
 def _is_relative(path: str) -> bool:
     is_url = "://" in path or "::" in path  # fsspec's
-    return bool(path) and path != SIMULATED and not is_url and not os.path.isabs(path)
+    return bool(path) and path not in (SIMULATED, RANDOM) and not is_url and not os.path.isabs(path)

@@ -77,14 +77,6 @@ def nearest(name: str, valid: Iterable[Any], prefix: str = "") -> str:
     return f"did you mean {prefix}{close[0]}?" if close else f"valid: {', '.join(names)}"
 
 
-WHY_LOST = "perhaps by the kernel because memory ran out: lower data.num_workers"
-
-
-def is_lost_loader(error: BaseException) -> bool:
-    """Return True if a loader process was killed; torch raises this anywhere in the main thread."""
-    return isinstance(error, RuntimeError) and str(error).startswith("DataLoader worker")
-
-
 def attempt_folder() -> Path | None:
     """Return torchelastic's folder of this host's ranks until they restart; None without torchelastic."""
     error_file = os.environ.get("TORCHELASTIC_ERROR_FILE")  # <attempt>/<local rank>/error.json
@@ -177,7 +169,7 @@ def one_line(error: BaseException) -> str | None:
     text = " ".join(str(error).splitlines())
     if isinstance(error, UserError | RunFailed):
         return without_secrets(text)
-    return f"{text} ({WHY_LOST})" if is_lost_loader(error) else None
+    return None
 
 
 def module_command(module: str, *words: object) -> str:

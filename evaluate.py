@@ -11,9 +11,11 @@
 --baselines LIST        of persistence,damped_persistence,climatology (default: all; "": none); the
                         climatology, which the ACC also needs, is computed only if it is listed here
 --regions LIST          "global,tropics,europe" (default: global)
+--lead HOURS            of maps and spectra (default: the longest lead that has a truth)
 --output FOLDER         scores and spectra as files; plots (default: evaluation/ in the run's folder)
 
-Configuration keys set data, period and variables. Exit codes: 0, 2 bad input.
+Configuration keys set data, period and variables. The same command, started again, continues with the dates
+that are not scored yet. Exit codes: 0, 2 bad input.
 """
 
 import sys
@@ -27,20 +29,23 @@ OPTIONS = own_options(
     climatology="",
     baselines="persistence,damped_persistence,climatology",
     regions="global",
+    lead=0,
     output="",
 )
 if __name__ == "__main__":
     answer_early(__doc__, check, OPTIONS)  # before torch is imported, which takes seconds
 
-import hashlib
 import logging
 import os
+import re
 import shutil
+import time
 from argparse import Namespace
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
-from functools import partial, reduce
+from contextlib import suppress
+from functools import reduce
 from pathlib import Path
+from typing import IO
 
 import numpy as np
 import torch
@@ -48,83 +53,288 @@ import torch.distributed as dist
 import xarray as xr
 from tqdm import tqdm
 
-from command_line import to_toml
+from checkpoints.files import complete_steps, step_folder
 from config import Config
-from datasets.archive import Archive, open_archive
+from datasets.archive import open_archive
 from datasets.dates import is_inside
-from datasets.field_dataset import FieldDataset
-from datasets.grid import area_weights, coarser
+from datasets.grid import Grid, coarser
 from datasets.options import parse_selection
-from datasets.remote import Access, is_url
+from datasets.regrid import Regridder
+from datasets.remote import Access
 from datasets.selection import Selection, access_of, open_selection
-from datasets.statistics import Source, fingerprint_of, sampled_pairs, stored_statistics
 from errors import ConfigError, DataError, end_process, one_line_errors, refuse
 from jobs.log_setup import start_logging
-from jobs.saved_parts import SavedParts
 from parallelisms.mesh import PATIENCE, from_first_rank, start_ranks
 from planning.start_checks import check_folder
-from training.shared_statistics import load_or_count
-from verification.baselines import FIT_SAMPLES, MIN_FIT_SAMPLES, AnalysesForecast, fit_baselines, persistence
+from training.run_folder import lock_folder
+from verification.baselines import (
+    FIT_SAMPLES,
+    MIN_FIT_SAMPLES,
+    AnalysesForecast,
+    ClimatologyForecast,
+    fit_damping,
+    mean_of_dates,
+)
 from verification.climatology import (
     Climatology,
-    ClimatologyForecast,
     compute_climatology,
+    fingerprint_of,
     open_climatology,
     stored_fingerprint,
 )
-from verification.evaluation import Evaluation, evaluate_together, write_scores
-from verification.evaluation_options import (
-    check_options,
-    choose_regions,
-    common_variables,
-    open_forecasts,
-    scorecard_reference,
-)
+from verification.forecast_layouts import StoredForecast, open_forecast
 from verification.matching import ForecastFields
 from verification.plots import describe, plot_evaluation
-from verification.rollout import Forecast
-from verification.score_tables import lead_hours, select, table, variable_names
-from verification.scorecard import build_scorecard, write_scorecard
+from verification.scores import REGIONS, regions_on
+from verification.scores_by_date import Evaluation, evaluate
+from verification.stores import NOT_COMPUTED
+from verification.tables import (
+    as_text,
+    build_scorecard,
+    lead_hours,
+    select,
+    tables_of,
+    variable_names,
+    write_scorecard,
+)
 
 logger = logging.getLogger("rossby")
+BASELINES = ("persistence", "damped_persistence", "climatology")
 ALL_CELLS = 0.9999  # fraction of the area that counts as all of it: the rest is rounding
 OWN_FOLDER = "evaluation"  # in the run's folder, in which nothing else is changed
+TABLE = "scores_by_date.zarr"
 
 
 def parse_options(argv: list[str]) -> tuple[Namespace, list[str]]:
     """Return the checked options of this program, and the arguments of the configuration."""
     options, rest = split_options(argv, OPTIONS)
-    check_options(options)
+    for key, valid in (("baselines", BASELINES), ("regions", tuple(REGIONS))):
+        names = [name for name in dict.fromkeys(getattr(options, key).split(",")) if name]
+        setattr(options, key, names)
+        for name in names:
+            if name not in valid:
+                raise ConfigError(f"--{key} {name!r}: valid: {', '.join(valid)}")
     return options, rest
 
 
+def run(config: Config, options: Namespace) -> None:
+    """Run the whole evaluation on every rank."""
+    # -- forecasts, truth, and what they have in common: before any rank waits for another ----------------
+    folder, hour = config.dump_folder, np.timedelta64(1, "h")
+    target = Path(options.output or folder / OWN_FOLDER).expanduser()
+    check_folder("--output", target, config.data)
+    picks, access = parse_selection(config.data.select), access_of(config.data)
+    forecasts = open_forecasts(options.forecast, folder, picks, access)
+    scored = describe_steps(forecasts, folder)
+    dims = {dim for forecast in forecasts.values() for dim in forecast.extra_dimensions}
+    selection = open_selection(config.data, config.model.patch_size, (), elsewhere=dims)
+    truth = selection.archive
+    if options.truth:
+        truth = open_archive(options.truth, picks, access, config.data.region)
+    variables = common_variables(forecasts, truth.variables, selection.variables)
+    if options.truth:
+        truth.check(variables)
+    times, leads = common_axes(forecasts, config)
+    has_truth = [bool(np.isin(times + lead, truth.times).any()) for lead in leads]
+    detail_lead = int(leads[has_truth][-1] // hour) if any(has_truth) else None
+    if options.lead:
+        if options.lead not in (choice := (leads[has_truth] // hour).tolist()):
+            raise ConfigError(f"--lead {options.lead}: not one of the leads with a truth, {choice} hours")
+        detail_lead = options.lead
+    grid = reduce(coarser, [forecast.grid for forecast in forecasts.values()], truth.grid)
+    regions = choose_regions(options.regions, grid)
+    if (width := config.data.boundary_width) and not grid.same_as(selection.archive.grid):
+        refuse("data.boundary_width", width, "forecasts and truth must be on the grid of data.path then")
+
+    # -- ranks, climatology, baselines --------------------------------------------------------------------
+    device, locks = start_ranks(PATIENCE), list[IO[str]]()
+    from_first_rank(lambda: locks.append(lock_output(target)))
+    climatology = find_climatology(
+        options, folder, selection, access, is_locked=target == folder / OWN_FOLDER
+    )
+    baselines = build_baselines(options.baselines, times, leads, selection, variables, climatology)
+    compared: dict[str, ForecastFields] = {**forecasts, **baselines}
+
+    # -- the loop over dates and leads --------------------------------------------------------------------
+    with tqdm(total=len(times), unit="date", disable=dist.get_rank() > 0 or None) as bar:  # on a terminal
+        evaluation = evaluate(
+            compared,
+            truth,
+            climatology,
+            variables=variables,
+            lead_hours=(leads // hour).tolist(),
+            dates=times,
+            grid=grid,
+            regions=regions,
+            detail_lead=detail_lead,
+            boundary_width=width,
+            device=device,
+            progress=bar.update,
+            path=target / TABLE,
+        )
+
+    # -- files, plots, tables -----------------------------------------------------------------------------
+    # The scorecard compares with the second forecast, or with the hardest baseline.
+    candidates = [*list(forecasts)[1:], "damped persistence", "persistence", "climatology"]
+    against = next((name for name in candidates if name in compared), "")
+    from_first_rank(lambda: report(evaluation, against, land_on(selection, grid), target, scored))
+    locks.clear()
+    dist.destroy_process_group()
+
+
+# -- what is scored ------------------------------------------------------------------------------------
+
+
+def open_forecasts(
+    texts: list[str], folder: Path, picks: dict[str, str], access: Access
+) -> dict[str, StoredForecast]:
+    """Return the forecasts by name. Raises ConfigError if a path does not exist or a name occurs twice."""
+    forecasts: dict[str, StoredForecast] = {}
+    for text in texts or [f"model={folder / 'forecast.zarr'}"]:
+        name, _, path = text.rpartition("=")
+        name = name or Path(path).name.removesuffix(".zarr").removesuffix(".nc")
+        if "://" not in path and not Path(path).exists():
+            raise ConfigError(f"--forecast {path!r}: does not exist; run forecast.py, or name another")
+        if plain_name(name) in map(plain_name, (*BASELINES, *forecasts)):
+            reason = "its files would have the names of a baseline's or another one's; rename it, NAME=PATH"
+            raise ConfigError(f"--forecast {name!r}: {reason}")
+        stored = forecasts[name] = open_forecast(path, picks, access)
+        if stored.status is not None and (left := int((stored.status == NOT_COMPUTED).any(1).sum())):
+            reason = f"the forecasts from {left} of its {len(stored.times)} initial dates are not finished"
+            logger.warning("--forecast %r: %s, not scored; start forecast.py again", path, reason)
+    return forecasts
+
+
+def plain_name(name: str) -> str:
+    """Return the name of a forecast as a part of a file's name."""
+    return re.sub(r"[^\w.+-]", "_", name)
+
+
+def describe_steps(forecasts: Mapping[str, StoredForecast], folder: Path) -> str:
+    """Log the checkpoint of each forecast of Rossby's, and warn if the run has a newer one; return a text
+    with the names of all forecasts.
+    """
+    texts, steps = [], complete_steps(folder / "checkpoints")
+    for name, forecast in forecasts.items():
+        checkpoint = str(forecast.identity.get("checkpoint", ""))
+        texts.append(f"{name} ({checkpoint})" if checkpoint else name)
+        if checkpoint:
+            logger.info("%s: forecasts of %s, from %s", name, checkpoint, forecast.path)
+        is_of_run = Path(forecast.path).parent == folder and re.fullmatch(r"step-\d{8}", checkpoint)
+        if is_of_run and steps and step_folder(folder, steps[-1]).name > checkpoint:
+            newer = step_folder(folder, steps[-1]).name
+            fix = "remove it and start forecast.py again to score the newer one"
+            logger.warning("%s is of %s, and the run has %s; %s", forecast.path, checkpoint, newer, fix)
+    return ", ".join(texts)
+
+
+def common_variables(
+    forecasts: Mapping[str, ForecastFields], of_truth: Sequence[str], wanted: list[str]
+) -> list[str]:
+    """Return the configured variables in both the first forecast and the truth. Raises ConfigError if there
+    are none, or another forecast has none of them.
+    """
+    first, *further = forecasts.items()
+    names = [name for name in wanted if name in first[1].variables and name in of_truth]
+    if not names:
+        reason = f"the forecast has {', '.join(first[1].variables)}; name some of them that the truth has"
+        raise ConfigError(f"data.variables = {wanted}: {reason}")
+    for name, forecast in further:
+        if not {*names} & {*forecast.variables}:
+            reason = f"it has none of the variables that {first[0]!r} has, {', '.join(names)}"
+            raise ConfigError(f"--forecast {name!r}: {reason}; score it alone")
+    return names
+
+
+def common_axes(forecasts: Mapping[str, ForecastFields], config: Config) -> tuple[np.ndarray, np.ndarray]:
+    """Return the initial dates and the leads above 0, in whole hours, that all forecasts have. The dates are
+    those in forecast.period, else in data.test_period, all without either. Raises ConfigError for none.
+    """
+    hour = np.timedelta64(1, "h")
+    times, leads = (
+        reduce(np.intersect1d, [getattr(forecast, axis) for forecast in forecasts.values()])
+        for axis in ("times", "leads")
+    )
+    leads, whole = leads[leads > 0 * hour], leads[(leads > 0 * hour) & (leads % hour == 0 * hour)]
+    if len(whole) < len(leads):
+        logger.warning("leads that are no whole hours are not scored")
+    if not len(times) or not len(whole):
+        names = ", ".join(map(repr, forecasts))
+        raise ConfigError(f"--forecast: {names} have no initial date and lead in common; score them alone")
+    key, period = "forecast.period", config.forecast.period
+    if not period:
+        key, period = "data.test_period", config.data.test_period
+    inside = times[is_inside(times, key, period)]
+    if not len(inside):
+        fix = 'score other dates with --forecast.period, or all with --data.test_period "[]"'
+        span = f"no initial date of the forecasts is in it, which are from {times[0]} to {times[-1]}"
+        raise ConfigError(f"{key} = {list(period)}: {span}; {fix}")
+    return inside, whole
+
+
+def choose_regions(wanted: Sequence[str], grid: Grid) -> list[str]:
+    """Return the regions with points on the grid, the globe first, because tables use the first region.
+
+    Logs the others. Raises ConfigError if no region is left.
+    """
+    on_grid = regions_on(grid)
+    chosen = [name for name in wanted if name in on_grid]
+    if not chosen:
+        reason = f"no point of this grid is in it; there are {', '.join(on_grid)}"
+        raise ConfigError(f"--regions {','.join(wanted)}: {reason}")
+    if outside := [name for name in wanted if name not in chosen]:
+        logger.info("--regions: left out, as no point of this grid is in it: %s", ", ".join(outside))
+    return sorted(chosen, key=lambda name: name != "global")
+
+
+# -- climatology and baselines -------------------------------------------------------------------------
+
+
+def lock_output(folder: Path) -> IO[str]:
+    """Lock a folder for this evaluation until the returned file is closed. Raises ConfigError."""
+    try:
+        return lock_folder(folder)
+    except ConfigError:
+        reason = "another evaluate.py writes there; wait for it, or choose another --output"
+        raise ConfigError(f"{folder}: {reason}") from None
+
+
 def find_climatology(
-    options: Namespace, folder: Path, selection: Selection, access: Access
+    options: Namespace, folder: Path, selection: Selection, access: Access, is_locked: bool
 ) -> Climatology | None:
-    """Return the climatology named or computed, None if none is wanted."""
+    """Return the climatology named, or that of the training period, which all ranks compute once; None if
+    none is wanted. is_locked: this evaluation has the lock of the folder in which it is kept.
+    """
     if not options.climatology and "climatology" not in options.baselines:
         logger.info("no climatology and no ACC: neither --baselines nor --climatology names one")
         return None
-    path = options.climatology or own_climatology(folder, selection)
-    return open_climatology(path, access)
-
-
-def own_climatology(folder: Path, selection: Selection) -> str:
-    """Return the path of the climatology of the training period, which all ranks compute once."""
+    if options.climatology:
+        return open_climatology(options.climatology, access)
     archive, target = selection.archive, folder / OWN_FOLDER / "climatology.zarr"
-    fingerprint = fingerprint_of(archive, selection.variables, selection.train, selection.step)
-    if from_first_rank(lambda: stored_fingerprint(target)) == fingerprint:
-        return str(target)
-    logger.info("computing the climatology of the training period, once, into %s", target)
-    unfinished = target.with_suffix(".incomplete")
-    compute_climatology(archive, selection.variables, selection.train, str(unfinished), fingerprint)
+    fingerprint = from_first_rank(lambda: fingerprint_of(archive, selection.variables, selection.train))
+    locks = list[IO[str]]()
 
-    def rename() -> None:
-        shutil.rmtree(target, ignore_errors=True)
-        os.replace(unfinished, target)
+    def wait_for_lock() -> None:
+        while not is_locked and not locks:  # of an evaluation with another --output
+            with suppress(ConfigError):
+                locks.append(lock_folder(target.parent))
+            if not locks:
+                logger.info("waiting for another evaluate.py in %s", target.parent)
+                time.sleep(1)
 
-    from_first_rank(rename)
-    return str(target)
+    from_first_rank(wait_for_lock)
+    if from_first_rank(lambda: stored_fingerprint(target)) != fingerprint:
+        logger.info("computing the climatology of the training period, once, into %s", target)
+        unfinished = target.with_suffix(".incomplete")
+        compute_climatology(archive, selection.variables, selection.train, str(unfinished), fingerprint)
+
+        def rename() -> None:
+            shutil.rmtree(target, ignore_errors=True)
+            os.replace(unfinished, target)
+
+        from_first_rank(rename)
+    locks.clear()
+    return open_climatology(str(target), access)
 
 
 def build_baselines(
@@ -134,26 +344,44 @@ def build_baselines(
     selection: Selection,
     variables: Sequence[str],
     climatology: Climatology | None,
-    config: Config,
 ) -> dict[str, ForecastFields]:
     """Return the baselines from initial dates (n,) at the leads (L,) that are whole steps and have a truth:
     to fit other leads would read years of analyses for nothing. Climatology is included if it has all valid
-    times and at least one of the scored `variables`.
+    times and at least one of the scored `variables`; damped persistence decays to it if it has all of them.
     """
     archive, step, now = selection.archive, selection.step, np.timedelta64(0, "s")
     leads = leads[(leads > now) & (leads % step == now)]
     valid_times = times[:, None] + leads  # (n, L)
     there = np.isin(valid_times, archive.times).any(axis=0)
     leads, valid_times = leads[there], valid_times[:, there]
-    build = partial(AnalysesForecast, archive, selection.variables, times, leads, step)
-    baselines: dict[str, ForecastFields] = {}
-    if "persistence" in names:
-        baselines["persistence"] = build(persistence)
+    variables = [name for name in selection.variables if name in variables]
+    persistence = AnalysesForecast(archive, variables, times, leads)
+    baselines: dict[str, ForecastFields] = {"persistence": persistence} if "persistence" in names else {}
     if "damped_persistence" in names:
-        forecast, number = fit_damping(selection, (leads // step).tolist(), config)
-        if number < MIN_FIT_SAMPLES:
-            logger.warning("damped persistence is fitted on %d dates: too few to rely on", number)
-        baselines["damped persistence"] = build(forecast)
+        # Fitted on the dates of train.py, towards the climatology of each date or the mean of these dates.
+        samples = selection.samples_by_lead("train", (leads // step).tolist(), FIT_SAMPLES)
+        if len(samples) < MIN_FIT_SAMPLES:
+            logger.warning("damped persistence is fitted on %d dates: too few to rely on", len(samples))
+        fitted_on = archive.times[np.unique(samples[samples >= 0])]
+        dates = np.unique(np.concatenate([times, valid_times.ravel(), fitted_on]))
+        decays_to_climatology = (
+            climatology
+            and climatology.grid.same_as(archive.grid)
+            and {*variables} <= {*climatology.variables}
+            and all(map(climatology.has, dates))
+        )
+        if climatology and decays_to_climatology:
+            normal, text = climatology.field, "the climatology of the date"
+        else:
+            mean = mean_of_dates(archive, variables, np.unique(samples[:, 0]))
+            rows = {name: row for row, name in enumerate(variables)}
+            normal = lambda time, names: mean[[rows[name] for name in names]]  # noqa: E731
+            text = "the mean of the training period"
+        logger.info("damped persistence decays to %s; fitted on %d dates", text, len(samples))
+        factors = fit_damping(archive, variables, samples, normal)
+        baselines["damped persistence"] = AnalysesForecast(
+            archive, variables, times, leads, factors, normal, persistence.read
+        )
     if "climatology" in names and climatology:
         lacking = [time for time in np.unique(valid_times) if not climatology.has(time)]
         if not {*variables} & {*climatology.variables}:
@@ -166,156 +394,57 @@ def build_baselines(
     return baselines
 
 
-def fit_damping(selection: Selection, steps: list[int], config: Config) -> tuple[Forecast, int]:
-    """Fit damped persistence as train.py does, on the same dates; return it and the number of dates.
-
-    Raises ConfigError for a lead that is longer than the training period.
-    """
-    archive, variables, folder = selection.archive, selection.variables, config.dump_folder
-    area = area_weights(archive.grid.latitude)
-    source = Source(archive, variables, selection.train, selection.step, area)
-    source = replace(source, dates=sampled_pairs(source, config.data.statistics_dates))
-    own = folder / OWN_FOLDER / "statistics.npz"  # the run's are only read
-    statistics = stored_statistics(folder / "statistics.npz", source) or load_or_count(own, source)
-    samples = selection.samples_by_lead("train", steps, FIT_SAMPLES)
-    dataset = FieldDataset(archive, variables, samples)
-    mean_field = torch.from_numpy(statistics.mean_field)
-    rows, cache = torch.tensor(area, dtype=torch.float32), folder / OWN_FOLDER / "damping.json"
-    fitted = fit_baselines(dataset, mean_field, rows, steps, 1, cache, statistics.fingerprint)
-    return fitted["damped persistence"], len(samples)
+# -- results -------------------------------------------------------------------------------------------
 
 
-def common_axes(
-    forecasts: Mapping[str, ForecastFields], period: tuple[str, ...]
-) -> tuple[np.ndarray, np.ndarray]:
-    """Return the initial dates in data.test_period (all without one) and the leads above 0, in whole hours,
-    that all forecasts have. Raises ConfigError if there are none.
-    """
-    hour = np.timedelta64(1, "h")
-    times, leads = (
-        reduce(np.intersect1d, [getattr(each, axis) for each in forecasts.values()])
-        for axis in ("times", "leads")
-    )
-    leads, whole = leads[leads > 0 * hour], leads[(leads > 0 * hour) & (leads % hour == 0 * hour)]
-    if len(whole) < len(leads):
-        logger.warning("leads that are no whole hours are not scored")
-    if not len(times) or not len(whole):
-        names = ", ".join(map(repr, forecasts))
-        raise ConfigError(f"--forecast: {names} have no initial date and lead in common; score them alone")
-    inside = times[is_inside(times, "data.test_period", period)]
-    if not len(inside):
-        fix = 'score other dates with --forecast.period, or all with --data.test_period "[]"'
-        reason = f"no initial date of the forecasts is in it; {fix}"
-        raise ConfigError(f"data.test_period = {list(period)}: {reason}")
-    return inside, whole
+def land_on(selection: Selection, grid: Grid) -> np.ndarray | None:
+    """Return the land-sea mask (H, W) of the data on a grid, None if there is none."""
+    land = selection.land()
+    if land is None or grid.same_as(selection.archive.grid):
+        return land
+    return Regridder(selection.archive.grid, grid)(torch.from_numpy(land)).numpy()
 
 
-def saved_parts(
-    config: Config, options: Namespace, archives: list[Archive], paths: list[str], variables: list[str]
-) -> SavedParts | None:
-    """Return the saved partial sums of this evaluation, valid for the present state of its files; None if a
-    file is not on a disk. archives: of analyses; paths: of forecasts and climatology.
-    """
+def report(evaluation: Evaluation, against: str, land: np.ndarray | None, target: Path, scored: str) -> None:
+    """Write scores, scorecard, spectra and plots; print tables. scored: names and checkpoints."""
+    # Of an earlier evaluation, as far as this program wrote them: scores.nc has their names.
+    stored = target / "scores.nc"
+    if stored.exists():
+        with suppress(OSError, ValueError), xr.open_dataset(stored, engine="h5netcdf") as earlier:
+            for name in str(earlier.attrs.get("files", "")).split("\n"):
+                if name and name == Path(name).name:
+                    (target / name).unlink(missing_ok=True)
+    scores, first = evaluation.scores, str(evaluation.scores["forecast"].values[0])
+    spectra = {f"spectra_{plain_name(name)}.nc": each for name, each in evaluation.spectra.items()}
+    files = [*spectra, "rmse.png", "maps.png", "spectra.png", "scorecard.csv", "scorecard.html"]
+    scores = scores.assign_attrs(scored=scored, files="\n".join(files))
+    scores.to_netcdf(stored, engine="h5netcdf")
+    for name, each in spectra.items():
+        each.to_netcdf(target / name, engine="h5netcdf")
+    if against:
+        try:
+            card = build_scorecard(evaluation.by_date, first, against)
+            write_scorecard(card, target)
+            logger.info("scorecard: %s", card.attrs["by_chance"])
+        except DataError as error:
+            logger.warning("no scorecard: %s", error)
+    plot_evaluation(evaluation, land, target)
 
-    def key() -> str:
-        states = [archive.files_state(variables) for archive in archives]
-        if not all(states) or any(map(is_url, paths)):
-            return ""
-        parts = [to_toml(config), repr(vars(options)), *(state.hex() for state in states)]
-        for path in paths:  # a store's metadata are written when it is created, and when forecast.py starts
-            files = [Path(path), *(Path(path, name) for name in ("zarr.json", ".zmetadata", ".zattrs"))]
-            status = {file: file.stat() for file in files if file.exists()}
-            parts += [f"{file} {each.st_mtime_ns} {each.st_size}" for file, each in status.items()]
-        return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16]
-
-    folder = config.dump_folder / OWN_FOLDER / "unfinished"
-    return SavedParts(folder / name, dist.get_rank()) if (name := from_first_rank(key)) else None
-
-
-def common_cells(scores: Mapping[str, xr.Dataset]) -> str:
-    """Return a line about the scored cells: all that have a truth, or the smallest common fraction."""
-    lowest, where = 1.0, ""
-    for each in scores.values():
-        for variable in variable_names(each):
-            area = select(each, "common_area", variable).fillna(1.0).values  # of each lead
-            if area.min() < lowest:
-                lowest, where = area.min(), f"{variable} at {lead_hours(each)[area.argmin()]} h"
-    if lowest > ALL_CELLS:
-        return "cells: all that have a truth"
-    return f"cells: those that all forecasts have, {lowest:.1%} of the truth's area for {where}, else more"
-
-
-def print_scores(evaluations: dict[str, Evaluation], target: Path) -> None:
-    """Print the tables of RMSE and of ACC, where there is a climatology."""
-    scores = {name: evaluation.scores for name, evaluation in evaluations.items()}
-    print(table(scores, "rmse", describe(next(iter(evaluations.values())))))
-    if "acc" in next(iter(scores.values()))["metric"]:
-        print("\n" + table(scores, "acc", "anomaly correlation"))
-    print(f"\n{common_cells(scores)}\n\nwritten to {target}")
-
-
-def run(config: Config, options: Namespace) -> None:
-    """Run the whole evaluation on every rank."""
-    folder = config.dump_folder
-    target = Path(options.output or folder / OWN_FOLDER).expanduser()
-    check_folder("--output", target, config.data)
-    picks, access = parse_selection(config.data.select), access_of(config.data)
-    forecasts = open_forecasts(options.forecast, folder, picks, access)
-    dims = {dim for forecast in forecasts.values() for dim in forecast.extra_dimensions}
-    selection = open_selection(config.data, config.model.patch_size, (), elsewhere=dims)
-    truth = selection.archive
-    if options.truth:
-        truth = open_archive(options.truth, picks, access, config.data.region)
-    variables = common_variables(forecasts, truth, selection.variables)
-    if options.truth:
-        truth.check(variables)
-    period, hour = () if config.forecast.period else config.data.test_period, np.timedelta64(1, "h")
-    times, leads = common_axes(forecasts, period)
-    grid = reduce(coarser, [each.grid for each in forecasts.values()], truth.grid)
-    regions = choose_regions(options.regions, grid)
-    if (width := config.data.boundary_width) and not grid.same_as(selection.archive.grid):
-        refuse("data.boundary_width", width, "forecasts and truth must be on the grid of data.path then")
-
-    device = start_ranks(PATIENCE)
-    climatology = find_climatology(options, folder, selection, access)
-    baselines = build_baselines(options.baselines, times, leads, selection, variables, climatology, config)
-    compared: dict[str, ForecastFields] = {**forecasts, **baselines}
-    against = scorecard_reference(list(compared), len(options.forecast))
-    scored = leads[[bool(np.isin(times + lead, truth.times).any()) for lead in leads]]
-    paths = [each.path for each in forecasts.values()] + ([climatology.path] if climatology else [])
-    saved = saved_parts(config, options, [selection.archive, truth], paths, variables)
-    with tqdm(total=len(times), unit="date", disable=dist.get_rank() > 0 or None) as bar:  # on a terminal
-        evaluations = evaluate_together(
-            compared,
-            truth,
-            climatology,
-            variables=variables,
-            lead_hours=(leads // hour).tolist(),
-            dates=times,
-            grid=grid,
-            regions=regions,
-            spectra_lead=int(scored[-1] // hour) if len(scored) else None,
-            boundary_width=width,
-            device=device,
-            progress=bar.update,
-            saved=saved,
+    about = describe(evaluation)
+    texts = [f"{title}\n{as_text(frame)}" for title, frame in tables_of(scores, about).items()]
+    # All cells that have a truth are scored, or the smallest common fraction is named.
+    areas = {
+        name: select(scores, "common_area", name).fillna(1.0).min("forecast")
+        for name in variable_names(scores)
+    }
+    smallest = min(areas, key=lambda name: float(areas[name].min()))
+    lowest, cells = float(areas[smallest].min()), "cells: all that have a truth"
+    if lowest <= ALL_CELLS:
+        where = f"{smallest} at {lead_hours(scores)[int(areas[smallest].values.argmin())]} h"
+        cells = (
+            f"cells: those that all forecasts have, {lowest:.1%} of the truth's area for {where}, else more"
         )
-
-    def report() -> None:
-        target.mkdir(parents=True, exist_ok=True)
-        write_scores(evaluations, target)
-        if against:
-            try:
-                write_scorecard(build_scorecard(next(iter(evaluations)), against, evaluations), target)
-            except DataError as error:
-                logger.warning("no scorecard: %s", error)
-        plot_evaluation(evaluations, target)
-        print_scores(evaluations, target)
-
-    from_first_rank(report)
-    if saved and dist.get_rank() == 0:
-        saved.remove()
-    dist.destroy_process_group()
+    print("\n\n".join([*texts, cells, f"scored: {scored}; written to {target}"]))
 
 
 def main() -> None:

@@ -30,14 +30,15 @@ import torch.distributed as dist
 from torch import Tensor
 from tqdm import tqdm
 
+from checkpoints.checkpointer import expect_checkpoint
 from checkpoints.export import OneStep, check_target, export_model
-from checkpoints.trained_weights import Trained, find_trained, load_weights
+from checkpoints.trained_weights import Trained, checkpoint_source, find_trained, load_weights
 from config import Compile, Config, Float8
 from datasets.channels import Channels
 from datasets.field_dataset import LaterFields
 from datasets.plausibility import refuse_fills
 from datasets.selection import Selection, initial_dates, open_without_periods
-from errors import ConfigError, DataError, end_process, one_line_errors, without_secrets
+from errors import ConfigError, DataError, end_process, one_line_errors, refuse, without_secrets
 from jobs.log_setup import start_logging
 from models.lora import merge_lora
 from models.noise import noise_keys
@@ -73,6 +74,9 @@ def forecast(config: Config) -> int:
     """Compute the forecasts of one store, on all ranks; return the exit code."""
     settings, data = config.forecast, config.data
     target = Path(settings.path or config.dump_folder / "forecast.zarr")
+    if target.suffix == ".nc":
+        fix = "name a store, FILE.zarr, and convert that by xarray: docs/forecasting.md has the line"
+        refuse("forecast.path", settings.path, f"forecasts are Zarr stores; {fix}")
 
     # -- analyses and initial dates: before any rank waits for another, so that bad input is one line --------
     check_folder("the folder of forecast.path" if settings.path else "job.dump_folder", target.parent, data)
@@ -136,7 +140,6 @@ def forecast(config: Config) -> int:
     dist.all_gather_object(of_ranks, names)
     names = {pair: text for each in of_ranks for pair, text in each.items()}
     wrong = dict(problems_of(from_first_rank(store.status), index, names))
-    from_first_rank(store.write_netcdf)
     if rank == 0:
         report(wrong, index, len(pairs))
         print(f"\n{len(pairs) - len(wrong)} forecasts: {target}")
@@ -148,6 +151,7 @@ def forecast(config: Config) -> int:
 def open_data(config: Config) -> Selection:
     """Open the analyses to start from; the training dates may be missing. Raises ConfigError, DataError."""
     check_machine(config)
+    expect_checkpoint(*checkpoint_source(config))  # before weather is simulated
     selection = open_without_periods(config.data, config.model.patch_size)
     check_model(config, selection.archive.grid)
     return selection

@@ -65,7 +65,7 @@ def train(config: Config, watchdog: Watchdog | None = None) -> None:
     run_folder = RunFolder(config, selection)  # from here on no other run writes into it
 
     # -- samples and statistics, model, and the state that a checkpoint contains
-    samples = Samples(selection, config.data, folder, run_folder.resumed_statistics)
+    samples = Samples(selection, folder, run_folder.resumed_statistics)
     train_set = samples.dataset("train", range(1, 1 + training.states_ahead))
     assembly = assemble(config, Fields.of(selection, samples.statistics), mesh, device)
     state = build_state(config, assembly)

@@ -57,6 +57,7 @@ from planning.clusters import load_cluster
 from planning.memory import memory
 from planning.step_time import step_time
 from planning.workload import Workload
+from tests.odd_data import rewrite
 from tests.started_jobs import Job, losses
 from training.metrics import peak_tflops
 from verification.rollout import rollout as roll_out
@@ -549,7 +550,7 @@ def train(session: Session) -> None:
     for folder in (ROOT / ".gpu/data", ROOT.parent / "shared/data"):  # carried along, or where the project is
         if (folder / LISTS["train"]["winds"]).exists():
             data = ["--data.path", str(folder / LISTS["train"]["winds"])]
-            data += ["--data.static_path", str(folder / "static/landsea.nc")]
+            rewrite(folder)  # the land-sea mask, to where the configuration has it
             config = ROOT / "train_configs/gfs_winds.toml"
     with tempfile.TemporaryDirectory() as folder:
 

@@ -372,7 +372,7 @@ def add_unreadable(rng: np.random.Generator, ds: xr.Dataset) -> xr.Dataset:
     if rng.random() < 0.2:
         dim = next(each for each in ("lev", "level") if each not in ds.coords)
         about = draw(
-            rng, ([0.99, 0.98], {"long_name": "hybrid level at midpoints"}), ([0.4, 1], {"units": "hPa"})
+            rng, ([0.99, 0.98], {"long_name": "hybrid level at midpoints"}), ([0.4, 0.3], {"units": "hPa"})
         )
         ds = ds.assign_coords({dim: (dim, *about)})
         ds["o3"] = [dim, *dims], rng.normal(size=(2, *shape)).astype("f4")

@@ -16,7 +16,8 @@ import time
 import traceback
 from argparse import Namespace
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import reduce
 from importlib import import_module
 from pathlib import Path
@@ -103,15 +104,18 @@ def read_back(folder: Path) -> int:
 def convert(words: list[str], ended_by: int | None = None) -> int:
     """Convert; ended_by: number of the durable write before which the process is killed."""
     from datasets import convert as module
+    from datasets import shards
 
-    whole, count = module.write_durably, iter(range(10**6))
+    replacing, count = module.replacing, iter(range(10**6))
 
-    def durable(*args: Any) -> None:
+    @contextmanager
+    def durable(path: Path) -> Iterator[Path]:
         if next(count) == ended_by:
             os.kill(os.getpid(), signal.SIGKILL)
-        whole(*args)
+        with replacing(path) as partial:
+            yield partial
 
-    module.write_durably = durable
+    module.replacing = shards.replacing = durable
     with one_line_errors():
         return module.main(words)
     return 0

@@ -42,6 +42,7 @@ import xarray as xr
 from benchmarks.results_file import ROOT, parse, record, require
 from command_line import text_table
 from datasets.variables import units
+from tests.odd_data import rewrite
 from tests.started_jobs import records
 from training.config_checks import load_checked
 from training.due import Rollouts
@@ -514,6 +515,7 @@ COMMANDS = (
 
 
 def main() -> int:
+    rewrite()  # the land-sea mask that gfs_winds.toml reads
     commands = {each.__name__: each for each in COMMANDS}
     widths = (32, 64, 96, 128, 192)
     options = parse(__doc__, commands, seeds=3, jobs=1, more="", task="", steps=0, widths=widths)

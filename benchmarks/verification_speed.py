@@ -27,9 +27,9 @@ from dask import array as dask
 from benchmarks.results_file import parse, record, require, table
 from datasets.archive import open_archive
 from verification.climatology import open_climatology
-from verification.evaluation import evaluate
 from verification.forecast_layouts import open_forecast
 from verification.scores import REGIONS
+from verification.scores_by_date import evaluate
 
 NAMES = ("geopotential", "temperature", "u_component_of_wind", "v_component_of_wind", "specific_humidity")
 LEVELS = (50, 100, 150, 200, 250, 300, 400, 500, 600, 700, 850, 925, 1000)
@@ -98,7 +98,8 @@ def write_data(folder: str, dates: int, levels: tuple[int, ...]) -> None:
 def with_rossby(folder: str, dates: int, regions: list[str]) -> xr.Dataset:
     forecast, truth = open_forecast(f"{folder}/forecast.zarr"), open_archive(f"{folder}/truth.zarr")
     clim = open_climatology(f"{folder}/climatology.zarr")
-    return evaluate(forecast, truth, clim, dates=forecast.times[:dates], regions=regions).scores[list(NAMES)]
+    found = evaluate({"f": forecast}, truth, clim, dates=forecast.times[:dates], regions=regions)
+    return found.scores.isel(forecast=0)[list(NAMES)]
 
 
 def with_xarray(folder: str, dates: int, regions: list[str]) -> xr.Dataset:

@@ -24,9 +24,8 @@ from benchmarks.results_file import parse, record, table
 from datasets.archive import open_archive
 from datasets.grid import Grid
 from datasets.regrid import Regridder
-from tests.forecasts import analyses, climatology, forecasts, grid, write
+from tests.forecasts import OneForecast, analyses, climatology, evaluate_one, forecasts, grid, write
 from verification.climatology import compute_climatology, open_climatology
-from verification.evaluation import Evaluation, evaluate
 from verification.forecast_layouts import open_forecast
 from verification.scores import REGIONS
 
@@ -66,7 +65,7 @@ def compare(coords: dict[str, np.ndarray], members: int, folder: Path) -> list[d
     opened = open_forecast(write(forecast, folder / "forecast.zarr"))
     archive = open_archive(write(truth, folder / "truth.zarr"))
     clim = open_climatology(write(means, folder / "climatology.zarr"))
-    ours = evaluate(opened, archive, clim, regions=list(REGIONS), spectra_lead=24)
+    ours = evaluate_one(opened, archive, clim, regions=list(REGIONS), detail_lead=24)
     wide = [dataset.astype("f8") for dataset in (forecast, truth, means)]
     rows = weatherbench2_scores(ours, wide[0], wide[1], wide[2], members)
     rows += weatherbench_x_scores(ours, wide[0], wide[1], wide[2], members)
@@ -82,7 +81,7 @@ def matched(forecast: xr.Dataset, truth: xr.Dataset) -> tuple[xr.Dataset, xr.Dat
 
 
 def weatherbench2_scores(
-    ours: Evaluation, forecast: xr.Dataset, truth: xr.Dataset, means: xr.Dataset, members: int
+    ours: OneForecast, forecast: xr.Dataset, truth: xr.Dataset, means: xr.Dataset, members: int
 ) -> list[dict]:
     metrics, regions = import_module("weatherbench2.metrics"), import_module("weatherbench2.regions")
     forecast, truth = matched(forecast, truth)
@@ -111,7 +110,7 @@ def weatherbench2_scores(
 
 
 def weatherbench_x_scores(
-    ours: Evaluation, forecast: xr.Dataset, truth: xr.Dataset, means: xr.Dataset, members: int
+    ours: OneForecast, forecast: xr.Dataset, truth: xr.Dataset, means: xr.Dataset, members: int
 ) -> list[dict]:
     names = ("metrics.deterministic", "metrics.probabilistic", "aggregation", "binning", "weighting")
     deterministic, ensemble, aggregation, binning, weighting = (
@@ -155,7 +154,7 @@ def apart(score: str, ours: Any, theirs: Any) -> dict:
     return {"tool": "WeatherBench2", "score": score, "difference": float(np.abs(ours / theirs - 1).max())}
 
 
-def spectra(ours: Evaluation, forecast: xr.Dataset) -> list[dict]:
+def spectra(ours: OneForecast, forecast: xr.Dataset) -> list[dict]:
     """Energy by latitude."""
     derived = import_module("weatherbench2.derived_variables")
     assert ours.spectra is not None

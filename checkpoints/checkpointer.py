@@ -14,7 +14,7 @@ from concurrent.futures import Future
 from contextlib import AbstractContextManager, nullcontext, suppress
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple, NoReturn, cast
 
 import torch
 import torch.distributed as dist
@@ -294,6 +294,16 @@ def find_checkpoint(key: str, text: str) -> Found:
     """
     if found := find_undamaged(lambda: candidates(Path(text))):
         return found
+    refuse_without_checkpoint(key, text)
+
+
+def expect_checkpoint(key: str, text: str) -> None:
+    """Raise ConfigError if a folder that a key names has no checkpoint, damaged or not."""
+    if not any(candidates(Path(text))):
+        refuse_without_checkpoint(key, text)
+
+
+def refuse_without_checkpoint(key: str, text: str) -> NoReturn:
     reason = "no checkpoint there, or damaged ones only; name the folder of a run with checkpoint.enable"
     refuse(key, text, f"{reason}, or a step-... in it")
 

@@ -32,15 +32,19 @@ class Trained:
     found: Found
 
 
+def checkpoint_source(config: Config) -> tuple[str, str]:
+    """Return the key that names the checkpoint to forecast from, and its value."""
+    source = config.forecast.checkpoint
+    return ("forecast.checkpoint", source) if source else ("job.dump_folder", str(config.dump_folder))
+
+
 def find_trained(config: Config, selection: Selection) -> Trained:
     """Return the checkpoint to forecast from, of this run or `forecast.checkpoint`. Called by all ranks.
 
     Raises ConfigError if there is none, or the configuration or the data give its weights another meaning,
     DataError if the statistics of its run are missing.
     """
-    source = config.forecast.checkpoint
-    named_by = "forecast.checkpoint" if source else "job.dump_folder"
-    found = find_checkpoint(named_by, source or str(config.dump_folder))
+    found = find_checkpoint(*checkpoint_source(config))
     folder = found.folder
     identity = Identity.of(folder)
     identity.check(config, "take the config.toml of that checkpoint", selection)

@@ -5,24 +5,30 @@ An array may contain all levels, or each variable or year may have its own file.
 
 import hashlib
 import logging
+import zipfile
+import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
+import xarray as xr
+import zarr
 
-from datasets.dates import evenly_spaced
+from datasets.dates import consecutive, evenly_spaced
 from datasets.fields import Field, NamedFields, level_tasks, places_of
-from datasets.files import file_states, find_files
-from datasets.layouts import open_fields
+from datasets.files import TRAINING_STORE, file_states, find_files, is_zarr
+from datasets.grid import Grid
+from datasets.layouts import dataset_fields, open_fields
 from datasets.options import Region
-from datasets.remote import NO_OPTIONS, Access
-from datasets.store_reader import Task, find_reader
+from datasets.remote import NO_OPTIONS, Access, describe_error
+from datasets.shards import ShardReader
 from datasets.variables import plain_units, split_name
 from errors import DataError
 
 logger = logging.getLogger(__name__)
+BLOCK_BYTES = 2**28  # of fields read at once while streaming
 COMPARED_DATES = 8  # of the dates that several files contain, and as many of the newest of them
 
 
@@ -106,13 +112,27 @@ class Archive(NamedFields):
 
     def files_state(self, variables: Sequence[str]) -> bytes:
         """Return a digest of the files' names, sizes and modification times; b"" for URLs."""
-        arrays = {(field.path, field.array) for name in variables for field in self._fields(name)}
-        states = [file_states(path, array) for path, array in sorted(arrays)]
+        states = [file_states(path, array) for path, array in self._arrays(variables)]
         parts = [line for lines in states for line in lines]
         # Another member or region of the same files counts as different data.
         parts.append(repr(sorted(self.selection.items())).encode())
         parts.append(np.concatenate([self.grid.latitude, self.grid.longitude]).tobytes())
         return hashlib.sha256(b"".join(parts)).digest() if all(states) else b""
+
+    def array_states(self, variables: Sequence[str]) -> dict[str, str]:
+        """Return "path array" -> a digest of the names, sizes and modification times of its files; of static
+        fields, too. Nothing for URLs.
+        """
+        arrays = {(path, array): file_states(path, array) for path, array in self._arrays(variables)}
+        return {
+            f"{path} {array}": hashlib.sha256(b"".join(lines)).hexdigest()[:16]
+            for (path, array), lines in arrays.items()
+            if lines
+        }
+
+    def _arrays(self, variables: Sequence[str]) -> list[tuple[str, str]]:
+        fields = [field for name in variables for field, _ in self.places.get(name) or self._static[name]]
+        return sorted({(field.path, field.array) for field in fields})
 
     def time_chunk(self, variables: Sequence[str]) -> int:
         """Return the number of dates that are decoded together; to read fewer decodes chunks again."""
@@ -140,44 +160,34 @@ class Archive(NamedFields):
         """Return the variables (n, V, H, W) float32 at times[start:stop]; each array is read once."""
         assert 0 <= start < stop <= len(self.times), f"{start} .. {stop - 1} of {len(self.times)} dates"
         out = np.full((stop - start, len(variables), *self.grid.shape), np.nan, np.float32)
-        for task in self.tasks(start, out, variables):
-            task()
-        return out
-
-    def tasks(self, start: int, out: np.ndarray, variables: Sequence[str]) -> Iterator[Task]:
-        """Yield calls that fill `out` (n, V, H, W) from times[start] on, in any order, on any thread."""
-        dates = slice(start, start + len(out))
         together: dict[tuple[int, ...], list[int]] = {}
         for output, name in enumerate(variables):
             together.setdefault(self._axes_of(name), []).append(output)
         for axes, outputs in together.items():
-            owners, rows = (each[dates] for each in self._locate(axes))
-            for a, b in _runs(owners, rows):
+            owners, rows = (values[start:stop] for values in self._locate(axes))
+            # Stretches of dates that are in one file on consecutive rows.
+            broken = (np.diff(owners) != 0) | ((np.diff(rows) != 1) & (owners[1:] >= 0))
+            for dates in np.split(np.arange(stop - start), np.flatnonzero(broken) + 1):
+                a, b = int(dates[0]), int(dates[-1]) + 1
                 if owners[a] < 0:
-                    out[a:b, outputs] = np.nan
                     continue
                 pairs: dict[Field, list[tuple[int, int]]] = {}  # positions on the level axis, rows of `out`
                 for output in outputs:
                     field, position = self.places[variables[output]][owners[a]]
                     pairs.setdefault(field, []).append((position, output))
-                for field, own in pairs.items():
-                    yield from _field_tasks(field, own, int(rows[a]), out[a:b])
+                times = {"time": slice(int(rows[a]), int(rows[a]) + b - a)}
+                for field, near in pairs.items():
+                    for task in level_tasks(field, near, ("time",), times, out[a:b]):
+                        task()
+        return out
 
-    def reads_by_threads(self, variables: Sequence[str]) -> bool:
-        """Return True if all of these are in stores of datasets.convert, which threads read concurrently."""
-        return all(find_reader(field) for name in variables for field in self._fields(name))
+    def fill(self, date: int, variables: Sequence[str], out: np.ndarray) -> None:
+        """Fill `out` (V, H, W) float32 with the variables at times[date], NaN where missing."""
+        out[...] = self.read(date, variables)
 
     def float16_packing(self, variables: Sequence[str]) -> tuple[np.ndarray, np.ndarray] | None:
-        """Return scales and offsets (V,) float32 of variables that are all stored as float16, else None.
-
-        Then `tasks` fill an array of float16 with the stored numbers.
-        """
-        fields = [self._fields(name) for name in variables]
-        if any(len(each) > 1 or each[0].raw.dtype != np.float16 or each[0].decoding.fills for each in fields):
-            return None
-        packings = [(each[0].decoding.scale, each[0].decoding.offset) for each in fields]
-        scales, offsets = np.array(packings, np.float32).T.copy()
-        return scales, offsets
+        """Return scales and offsets (V,) float32 if `fill` gives the stored float16 numbers, else None."""
+        return None
 
     def read_static(self, name: str) -> np.ndarray:
         """Return a field without time (H, W) float32; of a variable with time, the first date's.
@@ -218,23 +228,60 @@ class Archive(NamedFields):
         return self._located[axes]
 
 
-def _field_tasks(field: Field, pairs: list[tuple[int, int]], first: int, out: np.ndarray) -> Iterator[Task]:
-    """Yield calls that fill `out` (n, V, H, W) from row `first` of the field's time axis on.
+class TrainingStore(Archive):
+    """A complete store of datasets.convert: threads read its fields, and it has moments of each date."""
 
-    pairs: positions on the level axis and rows of `out`; chunks of levels that none needs are not read.
-    """
-    if reader := find_reader(field):
-        for date, fields in enumerate(out):
-            yield from (partial(reader.fill, first + date, fields[output]) for _, output in pairs)
-        return
-    yield from level_tasks(field, pairs, ("time",), {"time": slice(first, first + len(out))}, out)
+    def __init__(self, path: str, fields: Sequence[Field], group: Any) -> None:
+        super().__init__(path, fields)
+        self.readers = {name: ShardReader(self.field_of(name)) for name in self.variables}
+        # (T, V, columns) float64 of datasets/statistics.py, in the order of `moment_names`.
+        self.moments, self.moment_names = group["moments"][:], list(group["moments"].attrs["variables"])
+        # Numbers that are subtracted from the variables before their moments are taken.
+        self.shifts = dict(zip(self.moment_names, group["moments"].attrs["shifts"], strict=True))
+        self.change_step = np.timedelta64(int(group["moments"].attrs["change_hours"] * 3600), "s")
+        self.shard_dates = self.readers[self.variables[0]].dates_per_shard
 
+    def read_sums(self, name: str, start: int) -> tuple[np.ndarray, np.ndarray]:
+        """Return the sum of a variable's fields (H, W) float64 over the shard of dates that begins at
+        `start`, and the number of values. Raises DataError.
+        """
+        path = sums_file(Path(self.path), name, start)
+        try:
+            with np.load(path) as stored:
+                return stored["total"], stored["count"]
+        except (OSError, ValueError, KeyError, zipfile.BadZipFile, zlib.error) as error:
+            raise DataError(
+                f"{path}: cannot be read ({describe_error(error)}); convert the data again"
+            ) from None
 
-def _runs(owners: np.ndarray, rows: np.ndarray) -> Iterator[tuple[int, int]]:
-    """Yield stretches [a, b) that are in one file on consecutive rows."""
-    broken = (np.diff(owners) != 0) | ((np.diff(rows) != 1) & (owners[1:] >= 0))
-    cuts = [0, *(np.flatnonzero(broken) + 1).tolist(), len(owners)]
-    return zip(cuts[:-1], cuts[1:], strict=True)
+    def rows(self, variables: Sequence[str]) -> np.ndarray:
+        """Return the moments (T, V, columns) float64 of each date of some variables. Raises DataError."""
+        return self.moments[:, [self.moment_names.index(name) for name in variables if self.find(name)]]
+
+    def fill(self, date: int, variables: Sequence[str], out: np.ndarray) -> None:
+        """Fill `out` (V, H, W) with the variables at times[date], on any thread: float32 with physical
+        values, float16 with the stored numbers. Raises DataError.
+        """
+        for name, field in zip(variables, out, strict=True):
+            if self.find(name):  # or it raises
+                self.readers[name].fill(date, field)
+
+    def read_block(self, start: int, stop: int, variables: Sequence[str]) -> np.ndarray:
+        """Return the variables (n, V, H, W) float32 at times[start:stop], NaN where missing."""
+        out = np.empty((stop - start, len(variables), *self.grid.shape), np.float32)
+        for date, fields in enumerate(out, start):
+            self.fill(date, variables, fields)
+        return out
+
+    def float16_packing(self, variables: Sequence[str]) -> tuple[np.ndarray, np.ndarray] | None:
+        """Return scales and offsets (V,) float32 of variables that are all stored as float16, else None."""
+        fields = [self.field_of(name) for name in variables]
+        if any(field.raw.dtype != np.float16 for field in fields):
+            return None
+        scales, offsets = np.array(
+            [(f.decoding.scale, f.decoding.offset) for f in fields], np.float32
+        ).T.copy()
+        return scales, offsets
 
 
 def open_archive(
@@ -252,6 +299,10 @@ def open_archive(
     analyses on one grid, and ConfigError.
     """
     fields, unreadable = [], {}
+    if not (region or more_paths) and (store := find_store(path)):
+        opened, unreadable = open_fields(path, selection, access)
+        if all(ShardReader.can_read(field) for field in opened if field.times is not None):
+            return TrainingStore(path, opened, store)
     for source in (path, *more_paths):
         found, reasons = read_all_fields(source, selection, access)
         if region:
@@ -283,3 +334,63 @@ def read_all_fields(
         fields += found
         unreadable |= reasons
     return fields, unreadable
+
+
+def sums_file(store: Path, variable: str, start: int) -> Path:
+    """Return the file with the sums and moments of a variable over a shard of dates. It exists if the shard
+    does.
+    """
+    return store / "sums" / f"{variable.replace(':', '_')}-{start}.npz"
+
+
+def stream(archive: Archive, variables: Sequence[str], dates: np.ndarray) -> Iterator[tuple[int, np.ndarray]]:
+    """Yield (index, fields (V, H, W)) for each of the ascending dates, read in runs of neighbours."""
+    longest = max(1, BLOCK_BYTES // (4 * len(variables) * archive.grid.shape[0] * archive.grid.shape[1]))
+    for run in consecutive(dates) if len(dates) else []:
+        for part in np.split(run, range(longest, len(run), longest)):
+            block = archive.read_block(int(part[0]), int(part[-1]) + 1, variables)
+            yield from zip(part.tolist(), block, strict=True)
+
+
+def read_static_field(
+    path: str,
+    name: str,
+    target: Grid,
+    selection: Mapping[str, str] | None = None,
+    access: Access = NO_OPTIONS,
+) -> np.ndarray:
+    """Return a field (H, W) float32 of some file, conservatively regridded if it is not on the target grid.
+
+    Of a variable with times the first date counts. Raises DataError if the file has no such field, or its
+    grid is wholly outside the target.
+    """
+    fields, unreadable = read_all_fields(path, selection, access)
+    own = [field for field in fields if name in field.names] or fields
+    field, position = NamedFields(path, own, unreadable).find(name)[0]
+    source, values = field.orientation.grid, field.read_one(position)
+    if source.same_as(target):
+        return values
+    import torch  # which takes seconds
+
+    from datasets.regrid import Regridder
+
+    regridded = Regridder(source, target)(torch.from_numpy(values), field.is_class).numpy()
+    if np.isnan(regridded).all():
+        place = f"latitudes {target.latitude[0]:g} to {target.latitude[-1]:g}"
+        raise DataError(f"{path!r} has no {name!r} on the grid of data.path, {place}")
+    return regridded
+
+
+def find_store(path: str) -> Any:
+    """Return the zarr group of a complete training store with moments, None for any other path."""
+    path = path.removeprefix("file://")
+    if "://" in path or not is_zarr(path) or not (Path(path) / "moments").is_dir():
+        return None
+    group = zarr.open_group(path, mode="r")
+    return group if TRAINING_STORE in group.attrs and group.attrs.get("complete") else None
+
+
+def archive_of_dataset(name: str, dataset: xr.Dataset) -> Archive:
+    """Return the analyses of a dataset in memory, with variables and coordinates as a file has them."""
+    fields, unreadable = dataset_fields(name, dataset)
+    return Archive(name, fields, unreadable)

@@ -35,10 +35,15 @@ class Channels:
         listed = data.variables, data.diagnostic_variables, data.forcing_variables
         names = [name for each in listed for name in each]
         try:
-            expanded = iter(expand_levels(names, data.levels))
+            expanded = expand_levels(names, data.levels)
         except ValueError as error:
             refuse("data.variables", names, str(error))
-        roles = [tuple(islice(expanded, len(expand_levels(each, data.levels)))) for each in listed]
+        on_levels = {name.partition(":")[0] for name in expanded if ":" in name}
+        if both := [name for name in expanded if name in on_levels]:
+            reason = f"{both[0]} is listed with and without a level, and a forecast has one array of it"
+            refuse("data.variables", names, f"{reason}; leave one out, or rename one of them in the data")
+        rest = iter(expanded)
+        roles = [tuple(islice(rest, len(expand_levels(each, data.levels)))) for each in listed]
         return cls(
             *roles,
             static=tuple(data.static_variables),

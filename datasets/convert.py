@@ -2,20 +2,33 @@
 
     .venv/bin/python -m datasets.convert SOURCE TARGET
     .venv/bin/python -m datasets.convert era5/ era5.zarr --variables geopotential 2m_temperature --levels 500
+    .venv/bin/python -m datasets.convert --job.config_file train_configs/F.toml --section.key value
 
-If the command is killed, the same command continues. A worker needs about 3.5 GiB of memory at most.
-Exit codes: 0, 1 an error of the disk or a lost worker, 2 bad input.
+The last one writes what this configuration reads, in float32, as its first start does. If the command is
+killed, the same command continues; if the source has later dates since, it appends them. A worker needs
+about 3.5 GiB of memory at most. Exit codes: 0, 1 an error of the disk or a lost worker, 2 bad input.
 """
 
-from errors import DataError, RunFailed, end_when_interrupted, one_line_errors, refuse, without_secrets
+from errors import (
+    DataError,
+    RunFailed,
+    end_when_interrupted,
+    module_command,
+    one_line_errors,
+    print_message,
+    refuse,
+    without_secrets,
+)
 
 if __name__ == "__main__":
     end_when_interrupted()  # before the imports, which take a second
 
 import ctypes
+import errno
 import fcntl
 import hashlib
 import json
+import logging
 import math
 import os
 import shutil
@@ -26,6 +39,7 @@ from argparse import Namespace
 from collections.abc import Iterator, Sequence
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -39,29 +53,107 @@ from dask.delayed import delayed
 from tqdm.dask import TqdmCallback
 from zarr.codecs import BloscCodec, Crc32cCodec
 
-from command_line import OneLineParser
-from datasets.archive import Archive, open_archive
-from datasets.dates import consecutive, evenly_spaced, is_inside
+from command_line import OneLineParser, start
+from config import Data, in_project
+from datasets.archive import Archive, open_archive, read_static_field, sums_file
+from datasets.channels import Channels
+from datasets.dates import consecutive, evenly_spaced, is_inside, usual_hours
 from datasets.fields import Decoding
-from datasets.files import TRAINING_STORE, find_files
+from datasets.files import TRAINING_STORE, file_states, find_files
 from datasets.grid import Grid, area_weights, global_grid, sum_moments
-from datasets.options import check_region, check_selection, parse_selection
-from datasets.remote import describe_error, is_url
+from datasets.options import check_data, check_region, check_selection, parse_selection, parse_storage_options
+from datasets.plausibility import check_static
+from datasets.remote import NO_OPTIONS, Access, describe_error, is_url, protocol_of
+from datasets.shards import write_shard
+from datasets.statistics import CHANGE, NUM_COLUMNS, STATE, first_shift, state_moments
 from datasets.variables import expand_levels, named_by, split_name, units
-from jobs.durable_files import write_durably
+from jobs.durable_files import replacing
 
-DONE = "conversion"  # folder in a store that is not complete: a file for each part that is written
+logger = logging.getLogger(__name__)
+VERSION = 2  # of the layout of a store
 SHARD_DATES, SHARD_BYTES, PART_BYTES = 512, 2**28, 2**30  # at most
 SAMPLED_DATES = 16  # for scales and offsets of float16
+COMPARED_DATES = 64  # of an array, on which a source whose files have changed is compared with its store
 LARGEST_RMS = 1 / 200  # largest RMS error of a float16 field, in units of the scale
+LARGEST_FIRST_START = 100 * 2**30  # bytes that a first start converts; more takes hours
+SINGLE_PROCESS = 2**31  # bytes that are converted without workers, which take seconds to start
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EIO)  # what a user can repair
 AXES = ("time", "latitude", "longitude")
 Part = tuple[int, int, list[str]]  # dates [start, stop) of some variables: at most a shard of each
-# Zarr 3 does not specify consolidated metadata, and the folder of parts is no array.
+# Zarr 3 does not specify consolidated metadata, and the folder of sums is no array.
 warnings.filterwarnings("ignore", message="Consolidated metadata|Object at .* is not recognized")
 
 
-def parse(argv: list[str]) -> Namespace:
-    """Return the options of the command line. Raises ConfigError."""
+@dataclass(frozen=True)
+class Request:
+    """What a store has: of which sources, which variables and dates, in which form. It can be pickled."""
+
+    sources: tuple[str, ...]
+    variables: tuple[str, ...] = ()  # with levels; (): all
+    levels: tuple[int, ...] = ()
+    static_variables: tuple[str, ...] | None = None  # None: all
+    static_path: str = ""
+    periods: tuple[tuple[str, ...], ...] = ()  # (): all dates
+    region: tuple[float, ...] = ()
+    select: tuple[str, ...] = ()
+    access: Access = NO_OPTIONS
+    grid: str = ""
+    dtype: str = "float16"
+    step_hours: int = 0  # of the changes in the moments; 0: between two dates
+    from_config: bool = False
+
+    @classmethod
+    def of(cls, data: Data) -> "Request":
+        """Return what a configuration reads. Raises ConfigError."""
+        periods = (data.train_period, data.validation_period, data.test_period)
+        return cls(
+            sources=(data.path, *data.more_paths),
+            variables=tuple(Channels.of(data).variables),
+            static_variables=tuple(data.static_variables),
+            static_path=data.static_path,
+            periods=tuple(period for period in periods if period) if data.train_period else (),
+            region=tuple(data.region),
+            select=tuple(data.select),
+            access=Access(tuple(data.storage_options), protocol_of(data.path)),
+            dtype="float32",
+            step_hours=data.step_hours,
+            from_config=True,
+        )
+
+    def key(self, option: str) -> str:
+        """Return the name of an option for messages: of the command line, or of the configuration."""
+        names = {"SOURCE": "data.path", "TARGET": "data.store_path", "--period": "data.train_period"}
+        return names.get(option, f"data.{option.removeprefix('--')}") if self.from_config else option
+
+    def identity(self) -> dict[str, Any]:
+        """Return what may not differ when a store is continued, as JSON has it; without secrets."""
+        absolute = lambda path: path if not path or is_url(path) else os.path.abspath(path)  # noqa: E731
+        return {
+            "source": [without_secrets(absolute(path)) for path in self.sources],
+            "variables": list(self.variables),
+            "static_variables": None if self.static_variables is None else list(self.static_variables),
+            "static_path": without_secrets(absolute(self.static_path)),
+            "period": [list(period) for period in self.periods],
+            "region": list(self.region),
+            "select": list(self.select),
+            "grid": self.grid,
+            "dtype": self.dtype,
+        }
+
+    def default_target(self) -> Path:
+        """Return the store of a configuration in the project: a name, and a digest of what is asked."""
+        digest = hashlib.sha256(json.dumps(self.identity()).encode()).hexdigest()[:12]
+        name = "".join(c if c.isalnum() or c in "-_." else "_" for c in Path(self.sources[0]).stem)
+        return Path(in_project(f"outputs/stores/{name or 'data'}-{digest}.zarr"))
+
+
+def parse(argv: list[str]) -> tuple[Request, Namespace]:
+    """Return what to convert, and the options of this command. Raises ConfigError."""
+    if any(word.split("=")[0] == "--job.config_file" for word in argv):
+        config = start(argv, __doc__, lambda config: check_data(config.data))
+        request = Request.of(config.data)
+        target = str(config.data.store_path or request.default_target())
+        return request, Namespace(target=target, workers=os.cpu_count() or 1, scheduler="")
     parser = OneLineParser("datasets.convert", __doc__)
     add = parser.add_argument
     add("source", metavar="SOURCE", help="file, folder, glob or URL, as data.path")
@@ -75,31 +167,24 @@ def parse(argv: list[str]) -> Namespace:
     add("--workers", type=int, default=1, metavar="N", help="processes of this machine")
     add("--scheduler", default="", metavar="tcp://HOST:PORT", help="of dask.distributed, instead of workers")
     add("--select", nargs="+", default=[], metavar="DIM=LABEL", help="as data.select")
+    add("--storage_options", nargs="+", default=[], metavar="NAME=VALUE", help="as data.storage_options")
     options = parser.parse_args(argv)
     check_region("--region", options.region)
+    parse_storage_options(options.storage_options)
     if options.workers < 1:
         refuse("--workers", options.workers, "one or more processes expected")
-    return options
-
-
-def choose_variables(archive: Archive, options: Namespace) -> list[str]:
-    """Return the variables that are named, or all, on --levels where these are given. Raises ConfigError."""
-    known, levels = archive.variables, options.levels
-    for level in levels:
-        if all(split_name(name)[1] != level for name in known):
-            refuse("--levels", level, f"{archive.path!r} has no variable on this level; name another")
-    chosen = options.variables or [n for n in known if not levels or split_name(n)[1] in (None, *levels)]
-    found = [each for name in expand_levels(chosen, levels) for each in named_by([name], known) or [name]]
-    return list(dict.fromkeys(found))
-
-
-def choose_dates(archive: Archive, names: Sequence[str], period: Sequence[str]) -> np.ndarray:
-    """Return the dates (n,) in a period on which the archive has one of the variables. Raises ConfigError."""
-    chosen = is_inside(archive.times, "--period", period)
-    chosen &= np.any([archive.has([name]) for name in names], axis=0)
-    if not chosen.any():
-        refuse("--period", list(period), f"no date of it is in {archive}; name another")
-    return archive.times[chosen]
+    request = Request(
+        sources=(options.source,),
+        variables=tuple(options.variables),
+        levels=tuple(options.levels),
+        periods=(tuple(options.period),) if options.period else (),
+        region=tuple(options.region),
+        select=tuple(options.select),
+        access=Access(tuple(options.storage_options), protocol_of(options.source)),
+        grid=options.grid,
+        dtype=options.dtype,
+    )
+    return request, options
 
 
 def parse_grid(text: str) -> Grid:
@@ -111,15 +196,21 @@ def parse_grid(text: str) -> Grid:
     return Grid(np.linspace(90, -90, rows), longitude) if rows % 2 else global_grid((rows, columns))
 
 
-def check_target(target: Path, source: str) -> None:
-    """Raise ConfigError unless TARGET is a store of this module, or empty, and not inside SOURCE."""
-    files = [] if is_url(source) else [source.removeprefix("file://"), *find_files(source)]
-    for file in files:
-        if target.resolve().is_relative_to(Path(file).resolve()):
-            refuse("TARGET", str(target), f"it is inside SOURCE {file!r}; name another")
-    known = (target / DONE).exists() or TRAINING_STORE in read_attributes(target)
-    if not known and target.exists() and (not target.is_dir() or any(target.iterdir())):
-        refuse("TARGET", str(target), "it exists and is no store of datasets.convert; name another")
+def check_target(target: Path, request: Request) -> None:
+    """Raise ConfigError unless TARGET is a store of this module, or empty, and not inside a source."""
+    key = request.key("TARGET")
+    for source in request.sources:
+        for file in (
+            [] if is_url(source) or not source else [source.removeprefix("file://"), *find_files(source)]
+        ):
+            if target.resolve().is_relative_to(Path(file).resolve()):
+                refuse(key, str(target), f"it is inside {request.key('SOURCE')} {file!r}; name another")
+    attributes = read_attributes(target)
+    if TRAINING_STORE in attributes and attributes[TRAINING_STORE] != VERSION:
+        refuse(key, str(target), "it was written by an earlier version; remove it, or name another")
+    is_known = attributes.get(TRAINING_STORE) == VERSION and "options" in attributes
+    if not is_known and target.exists() and (not target.is_dir() or any(target.iterdir())):
+        refuse(key, str(target), "it exists and is no store of datasets.convert; name another")
 
 
 def read_attributes(path: Path) -> dict[str, Any]:
@@ -130,22 +221,37 @@ def read_attributes(path: Path) -> dict[str, Any]:
 
 
 @contextmanager
-def lock(folder: Path) -> Iterator[None]:
-    """Create a folder and refuse a second writer. Raises ConfigError, RunFailed (the disk)."""
+def lock(target: Path, request: Request) -> Iterator[None]:
+    """Keep other processes from writing a store. A first start waits for the end of another one's conversion.
+
+    Raises ConfigError, RunFailed (the disk).
+    """
+    key = request.key("TARGET")
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        with ExitStack() as stack:
-            descriptor = os.open(folder, os.O_RDONLY)
-            stack.callback(os.close, descriptor)
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            yield
-    except BlockingIOError:
-        refuse("TARGET", str(folder), "another process is writing it; wait for its end")
+        target.parent.mkdir(parents=True, exist_ok=True)
+        file = (target.parent / f".{target.name}.lock").open("w")
+        if not os.access(target if target.exists() else target.parent, os.W_OK):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
     except OSError as error:
-        if not os.access(folder, os.W_OK):
-            refuse("TARGET", str(folder), f"it cannot be written to ({error.strerror}); name another")
-        reason = f"{str(folder)!r} cannot be written ({describe_error(error)})"
-        raise RunFailed(f"TARGET {reason}; the same command continues when that is repaired") from None
+        if error.errno in FULL:
+            raise RunFailed(
+                f"{key} {str(target)!r} cannot be written ({error.strerror}); make room"
+            ) from None
+        reason = f"it cannot be written to ({error.strerror}); name another"
+        refuse(key, str(target), reason + " with data.store_path" * request.from_config)
+    with file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if not request.from_config:
+                refuse(key, str(target), "another process is writing it; wait for its end")
+            print_message(f"{target}: another run is converting it: waiting")
+            fcntl.flock(file, fcntl.LOCK_EX)
+        try:
+            yield
+        except OSError as error:
+            reason = f"{str(target)!r} cannot be written ({describe_error(error)})"
+            raise RunFailed(f"{key} {reason}; the same command continues when that is repaired") from None
 
 
 # -- values
@@ -166,9 +272,7 @@ def check_packing(field: np.ndarray, packing: Decoding, place: str) -> None:
     square of 1/200 of the scale.
     """
     exact = field[np.isfinite(field)].astype(np.float64)
-    with np.errstate(over="ignore"):
-        stored = ((exact - packing.offset) / packing.scale).astype(np.float16)  # as xarray packs
-    error = np.abs(packing.decode(stored).astype(np.float32) - exact)
+    error = np.abs(packing.decode(pack(exact, packing)).astype(np.float32) - exact)
     rms = np.sqrt(np.square(error).sum() / max(1, error.size))
     rounding = 2.0**-23 * np.abs(exact)  # of the decoded float32
     allowed = 2.0**-11 * np.abs(exact - packing.offset) + 2.0**-25 * packing.scale + rounding
@@ -177,202 +281,383 @@ def check_packing(field: np.ndarray, packing: Decoding, place: str) -> None:
         raise DataError(f"{place}: {reason}, which is too large; convert with --dtype float32")
 
 
+def pack(fields: np.ndarray, packing: Decoding) -> np.ndarray:
+    """Return fields as float16."""
+    with np.errstate(over="ignore", invalid="ignore"):
+        return ((fields.astype(np.float64) - packing.offset) / packing.scale).astype(np.float16)
+
+
 def array_name(variable: str) -> str:
     """Return "geopotential_500" for "geopotential:500"."""
     return variable.replace(":", "_")
 
 
-def encoding_of(variable: xr.Variable, shard_dates: int) -> dict[str, Any]:
-    """Return the chunks and codecs of an array."""
-    if variable.ndim == 1:
-        return {"chunks": (2**16,)} if variable.dims == ("time",) else {"_FillValue": None}
-    shape, size = variable.shape[-2:], variable.dtype.itemsize
-    codecs = [BloscCodec(cname="lz4", clevel=5, shuffle="bitshuffle", typesize=size), Crc32cCodec()]
-    sharded = {"chunks": (1, *shape), "shards": (shard_dates, *shape)}
-    chunks = sharded if variable.ndim == 3 else {"chunks": shape}
-    return {**chunks, "compressors": codecs, "fill_value": np.nan, "_FillValue": None}
-
-
 class Conversion:
-    """Variables and dates of a source, and the store to which they are written. It can be pickled."""
+    """Variables and dates of analyses, and the store to which they are written. It can be pickled."""
 
-    def __init__(self, options: Namespace) -> None:
-        """Open the source. Raises ConfigError, DataError."""
-        self.options, self.target, region = options, Path(options.target).absolute(), tuple(options.region)
-        selection = parse_selection(options.select)
-        self.archive = open_archive(options.source, selection, region=() if options.grid else region)
-        check_selection(selection, self.archive.extra_dimensions, options.source)
-        self.names = choose_variables(self.archive, options)
-        self.archive.check(self.names)
-        self.times = choose_dates(self.archive, self.names, options.period)
-        self.grid, self.regridder = self.archive.grid, None
-        if options.grid:
+    def __init__(self, request: Request, target: Path, archive: Archive | None = None) -> None:
+        """Open the sources, or take these analyses. Raises ConfigError, DataError."""
+        self.request, self.target = request, target.absolute()
+        region = () if request.grid else request.region
+        is_checked = archive is not None
+        if archive is None:
+            selection, (path, *more_paths) = parse_selection(request.select), request.sources
+            archive = open_archive(path, selection, request.access, region, more_paths)
+            check_selection(selection, archive.extra_dimensions, archive.path)
+        self.archive = archive
+
+        # Variables: those that are named, or all, on the levels where these are given.
+        known, levels, chosen = archive.variables, request.levels, list(request.variables)
+        for level in levels:
+            if all(split_name(name)[1] != level for name in known):
+                refuse("--levels", level, f"{archive.path!r} has no variable on this level; name another")
+        chosen = chosen or [name for name in known if not levels or split_name(name)[1] in (None, *levels)]
+        expanded = expand_levels(chosen, levels)
+        self.names = list(dict.fromkeys(n for name in expanded for n in named_by([name], known) or [name]))
+        if not is_checked:
+            archive.check(self.names)
+        self.static = list(archive.static_variables)
+        if request.static_variables is not None:  # a mask of land is drawn in maps
+            extra = {"land_sea_mask"} & {*archive.static_variables} - {*request.static_variables}
+            self.static = [*request.static_variables, *extra]
+
+        # Dates in the periods: with all variables of a configuration, with one of the command line's.
+        key = request.key("--period")
+        inside = [is_inside(archive.times, key, period) for period in request.periods]
+        chosen_dates = np.any(inside, axis=0) if inside else np.ones(len(archive.times), bool)
+        has = [archive.has([name]) for name in self.names]
+        chosen_dates &= np.all(has, axis=0) if request.from_config else np.any(has, axis=0)
+        if not chosen_dates.any():
+            period = list(request.periods[0]) if request.periods else []
+            refuse(key, period, f"no date of it is in {archive}; name another")
+        self.times = archive.times[chosen_dates]
+
+        self.grid, self.regridder = archive.grid, None
+        if request.grid:
             from datasets.regrid import Regridder  # torch takes seconds
 
-            whole = parse_grid(options.grid)
-            self.grid = whole.crop(region, "--region")[0] if region else whole
-            self.regridder = Regridder(self.archive.grid, self.grid)
+            globe = parse_grid(request.grid)
+            self.grid = globe.crop(request.region, "--region")[0] if request.region else globe
+            self.regridder = Regridder(archive.grid, self.grid)
         # Of a field as it is read or as it is written.
-        self.largest_field = 4 * max(math.prod(grid.shape) for grid in (self.archive.grid, self.grid))
+        self.largest_field = 4 * max(math.prod(grid.shape) for grid in (archive.grid, self.grid))
+        self.num_bytes = len(self.times) * len(self.names) * math.prod(self.grid.shape)
+        self.num_bytes *= np.dtype(request.dtype).itemsize
 
     @property
     def group(self) -> Any:
         """The arrays of the store."""
         return zarr.open_group(self.target, mode="r+", use_consolidated=False)
 
-    def fit(self, fields: np.ndarray) -> np.ndarray:
-        """Return fields (..., H, W) of the archive on the grid of the store."""
+    def fit(self, fields: np.ndarray, name: str) -> np.ndarray:
+        """Return fields (..., H, W) of a variable of the archive on the grid of the store."""
         if self.regridder is None:
             return fields
         import torch
 
         # Field by field: the regridder works in float64.
-        flat = torch.from_numpy(fields).reshape(-1, *fields.shape[-2:])
-        regridded = np.stack([self.regridder(field).numpy() for field in flat])
+        is_class = self.archive.is_class(name)
+        flat = torch.from_numpy(np.ascontiguousarray(fields)).reshape(-1, *fields.shape[-2:])
+        regridded = np.stack([self.regridder(field, is_class).numpy() for field in flat])
         return regridded.reshape(*fields.shape[:-2], *self.grid.shape)
 
-    def run(self) -> None:
-        """Write the parts that the store lacks. Raises ConfigError, DataError, RunFailed."""
+    def is_done(self) -> bool:
+        """Return True if the store is complete, and the files of the source are as they were."""
+        attributes = read_attributes(self.target)
+        if not attributes.get("complete") or not (states := self.states()):
+            return False
+        return attributes["states"] == states and attributes["dates"] == len(self.times)
+
+    def states(self) -> dict[str, str]:
+        """Return the states of the source's files; {} for URLs and analyses in memory."""
+        names, path = (
+            [name for name in self.static if name in self.archive.static_variables],
+            self.request.static_path,
+        )
+        states = self.archive.array_states([*self.names, *names])
+        if states and path and not is_url(path):
+            states |= {path: repr([file_states(file, "") for file in find_files(path)])}
+        return states
+
+    def run(self, workers: int = 1, scheduler: str = "") -> None:
+        """Write what the store lacks. Raises ConfigError, DataError, RunFailed."""
         if "options" not in read_attributes(self.target):
             self.create()
-        group = self.group
-        self.check_options(group)
-        times = group["time"][:].astype("datetime64[s]")
-        if not group.attrs["complete"]:
-            if len(lost := times[~np.isin(times, self.times)]):
-                reason = f"it no longer has {lost[0]}, with which {str(self.target)!r} was begun"
-                refuse("SOURCE", self.options.source, f"{reason}; convert to another TARGET")
-            self.write()
-        print(f"{self.target}: complete, {len(times)} dates of {len(self.names)} variables")
-        if len(absent := np.setdiff1d(self.times, times)):
-            fix = "convert them with --period to another TARGET, which data.more_paths joins to this one"
-            print(f"SOURCE has {len(absent)} other dates, the first {absent[0]}: {fix}")
-
-    def fixed_options(self) -> dict[str, Any]:
-        """Return the options that may not differ when a conversion is continued."""
-        source = self.options.source if is_url(self.options.source) else os.path.abspath(self.options.source)
-        found = vars(self.options) | {"variables": self.names, "source": without_secrets(source)}
-        return {key: found[key] for key in found if key not in ("target", "levels", "workers", "scheduler")}
-
-    def check_options(self, group: Any) -> None:
-        """Raise ConfigError if options or grid differ from those with which the store was begun."""
-        for name, value in self.fixed_options().items():
-            known = group.attrs["options"].get(name)
-            if value != known:
+        group, key = self.group, self.request.key("SOURCE")
+        for name, value in (self.request.identity() | {"variables": self.names}).items():
+            if value != (known := group.attrs["options"].get(name)):
                 fix = f"{str(self.target)!r} was begun with {known!r}; use that, or another TARGET"
                 refuse("SOURCE" if name == "source" else f"--{name}", value, fix)
         if not Grid(group["latitude"][:], group["longitude"][:]).same_as(self.grid):
-            refuse("SOURCE", self.options.source, f"its grid is not that of {str(self.target)!r}; use --grid")
+            refuse(key, self.archive.path, f"its grid is not that of {str(self.target)!r}; use --grid")
+
+        # Values that are written already are those of the source; later dates are appended.
+        times, states = group["time"][: group.attrs["dates"]].astype("datetime64[s]"), self.states()
+        known = group.attrs["states"]
+        if not states or states != known:
+            self.compare(times, {name for name, value in states.items() if value != known.get(name)})
+            group.update_attributes({"states": states})
+        if len(lost := times[~np.isin(times, self.times)]):
+            if not group.attrs["complete"]:
+                reason = f"it no longer has {lost[0]}, with which {str(self.target)!r} was begun"
+                refuse(key, self.archive.path, f"{reason}; convert to another TARGET")
+            number = f"{len(lost)} dates, the first {lost[0]}"
+            logger.info("%s: the source has %s, no more", self.target, number)
+        later = np.setdiff1d(self.times, times)
+        if len(later) and len(times) and later[0] < times[-1]:
+            reason = f"it has {later[0]} now, which {str(self.target)!r} lacks before its end"
+            refuse(key, self.archive.path, f"{reason}; remove that folder, or name another TARGET")
+        if len(later):
+            shard = group[array_name(self.names[0])].shards[0]
+            group.update_attributes({"complete": False})
+            if len(times) % shard:  # the last shard is written again
+                for name in self.names:
+                    sums_file(self.target, name, len(times) // shard * shard).unlink(missing_ok=True)
+            times = np.concatenate([times, later])
+            for name in ("time", *map(array_name, self.names)):
+                group[name].resize((len(times), *group[name].shape[1:]))
+            group["time"][:] = times.astype(np.int64)
+            group.update_attributes({"dates": len(times)})  # last: a kill before leaves the old number
+        if not group.attrs["complete"]:
+            self.write(times, workers, scheduler)
+
+    def compare(self, times: np.ndarray, changed: set[str]) -> None:
+        """Raise DataError naming variable and date if the source's values differ from those that are written.
+
+        changed: arrays ("path array") of the source whose files have changed; none are known of URLs.
+        """
+        shards = [sums.stem.rsplit("-", 1) for sums in (self.target / "sums").glob("*.npz")]
+        size = self.group[array_name(self.names[0])].shards[0]
+        fix = f"remove {str(self.target)!r} to convert them, or name another {self.request.key('TARGET')}"
+        for name in self.names:
+            packing, array = self.packing(name), self.group[array_name(name)]
+            starts = sorted(int(start) for stem, start in shards if stem == array_name(name))
+            rows = np.array([r for a in starts for r in range(a, min(a + size, len(times)))], int)
+            fields = {f"{field.path} {field.array}": field for field, _ in self.archive.find(name)}
+            for where in [key for key in fields if key in changed] or ([] if changed else [""]):
+                inside = rows if not where else rows[np.isin(times[rows], np.asarray(fields[where].times))]
+                inside = inside[np.isin(times[inside], self.archive.times)]
+                some = np.union1d(
+                    evenly_spaced(inside, COMPARED_DATES if where else SAMPLED_DATES), inside[-1:]
+                )
+                for row in some.astype(int).tolist():
+                    field = self.fit(self.archive.read(self.archive.index(times[row]), [name]), name)[0]
+                    field = field if packing is None else pack(field, packing)
+                    if not np.array_equal(field, array[row], equal_nan=True):
+                        reason = f"{name} at {times[row]} is not what it was when it was converted"
+                        raise DataError(f"{self.archive.path!r}: {reason}; {fix}")
+        for name, field in self.static_fields().items():
+            if not np.array_equal(field, self.group[array_name(name)][:], equal_nan=True):
+                raise DataError(
+                    f"{self.archive.path!r}: {name} is not what it was when it was converted; {fix}"
+                )
+
+    def packing(self, name: str) -> Decoding | None:
+        """Return how a variable is packed as float16, None for float32."""
+        attributes = self.group[array_name(name)].attrs
+        if "scale_factor" not in attributes:
+            return None
+        return Decoding(scale=attributes["scale_factor"], offset=attributes["add_offset"])
+
+    def static_fields(self) -> dict[str, np.ndarray]:
+        """Return the constant fields (H, W) of the store. Raises DataError."""
+        fields, request, path = {}, self.request, self.request.static_path
+        for name in self.static:
+            if path and name in (request.static_variables or ()):
+                where = (self.grid, parse_selection(request.select), request.access)
+                fields[name] = read_static_field(path, name, *where)
+            else:
+                fields[name] = self.fit(self.archive.read_static(name), name)
+        if request.from_config:
+            check_static(fields, path or self.archive.path)
+        return fields
 
     def create(self) -> None:
-        """Create a store without values, after removing the files of a killed attempt."""
-        for path in self.target.iterdir():
-            shutil.rmtree(path) if path.is_dir() else path.unlink()
-        (self.target / DONE).mkdir()
-        dataset = xr.Dataset(attrs={TRAINING_STORE: 1, "complete": False})
+        """Create a store without values: under another name, so that a kill leaves nothing in TARGET."""
+        dataset = xr.Dataset(attrs={TRAINING_STORE: VERSION, "complete": False, "dates": len(self.times)})
         since = {"units": "seconds since 1970-01-01", "calendar": "proleptic_gregorian"}
         dataset["time"] = "time", np.empty(0, np.int64), since | {"standard_name": "time"}
         for name, unit in (("latitude", "degrees_north"), ("longitude", "degrees_east")):
             dataset[name] = name, getattr(self.grid, name), {"units": unit, "standard_name": name}
-        packings = self.estimate_packings() if self.options.dtype == "float16" else {}
-        empty = np.empty((0, *self.grid.shape), self.options.dtype)
+        dtype = self.request.dtype
+        packings = self.estimate_packings() if dtype == "float16" else {}
         for name in self.names:
             attributes = {"variable": name, "units": self.archive.units(name), **packings.get(name, {})}
-            dataset[array_name(name)] = AXES, empty, attributes
-        for name in self.archive.static_variables:
-            field = self.fit(self.archive.read_static(name))
+            dataset[array_name(name)] = AXES, np.empty((0, *self.grid.shape), dtype), attributes
+        for name, field in self.static_fields().items():
             dataset[array_name(name)] = AXES[1:], field, {"variable": name, "units": units(name)}
-        size = np.dtype(self.options.dtype).itemsize * math.prod(self.grid.shape)
+        size = np.dtype(dtype).itemsize * math.prod(self.grid.shape)
         dates = max(1, min(SHARD_DATES, SHARD_BYTES // size, PART_BYTES // self.largest_field))
         shard_dates = 1 << (dates.bit_length() - 1)  # a power of two
-        arrays = dataset.variables.items()
-        encoding = {str(name): encoding_of(variable, shard_dates) for name, variable in arrays}
-        dataset.to_zarr(self.target, mode="a", zarr_format=3, consolidated=False, encoding=encoding)
-        group = self.group
+        encoding: dict[str, Any] = {}
+        for name, variable in dataset.variables.items():
+            if variable.ndim == 1:
+                encoding[str(name)] = {"chunks": (2**16,)} if name == "time" else {"_FillValue": None}
+                continue
+            shape = variable.shape[-2:]
+            codecs = [
+                BloscCodec(cname="lz4", clevel=5, shuffle="bitshuffle", typesize=variable.dtype.itemsize),
+                Crc32cCodec(),
+            ]
+            sharded = {"chunks": (1, *shape), "shards": (shard_dates, *shape)}
+            chunks = sharded if variable.ndim == 3 else {"chunks": shape}
+            encoding[str(name)] = {**chunks, "compressors": codecs, "fill_value": np.nan, "_FillValue": None}
+        new = self.target.with_name(f".{self.target.name}.new")
+        shutil.rmtree(new, ignore_errors=True)
+        dataset.to_zarr(new, mode="w", zarr_format=3, consolidated=False, encoding=encoding)
+        group: Any = zarr.open_group(new, mode="r+", use_consolidated=False)
         for name in ("time", *map(array_name, self.names)):
             group[name].resize((len(self.times), *group[name].shape[1:]))
         group["time"][:] = self.times.astype(np.int64)
-        group.update_attributes({"options": self.fixed_options()})
+        options = self.request.identity() | {"variables": self.names}
+        hours = self.request.step_hours or (usual_hours(self.times) if len(self.times) > 1 else 6)
+        about = {"options": options, "states": self.states(), "change_seconds": round(3600 * hours)}
+        group.update_attributes(about)
+        (new / "sums").mkdir()
+        os.replace(new, self.target)
 
     def estimate_packings(self) -> dict[str, dict[str, float]]:
         """Return the scale and offset of each variable, from dates that are evenly spaced."""
         area, packings = area_weights(self.grid.latitude), {}
         dates = [self.archive.index(time) for time in evenly_spaced(self.times, SAMPLED_DATES)]
         for names in self.archive.group_by_array(self.names):
-            fields = (self.fit(self.archive.read(date, names)) for date in dates)
-            sums = [[sum_moments(field, 0.0, area) for field in each] for each in fields]
+            sums = np.zeros((len(names), 3))
+            for date in dates:
+                fields = zip(names, self.archive.read(date, names), strict=True)
+                sums += [sum_moments(self.fit(field, name), 0.0, area) for name, field in fields]
             with np.errstate(invalid="ignore"):  # for a variable without any value
-                weight, total, squares = np.sum(sums, axis=0).T
-                mean = total / weight
-                deviation = np.sqrt((squares / weight - mean**2).clip(min=0))
+                mean = sums[:, 1] / sums[:, 0]
+                deviation = np.sqrt((sums[:, 2] / sums[:, 0] - mean**2).clip(min=0))
             for name, *moments in zip(names, mean, deviation, strict=True):
                 packing = choose_packing(*map(float, moments))
                 packings[name] = {"scale_factor": packing.scale, "add_offset": packing.offset}
         return packings
 
-    def write(self) -> None:
-        """Write the missing parts, then mark the store as complete."""
-        for leftover in self.target.rglob("*.partial"):  # of zarr, when a process is killed
-            leftover.unlink()
-        pending = [part for part in self.plan_parts() if not self.mark_of(part).exists()]
-        run_parts([delayed(self.write_part)(part) for part in pending], self.options)
-        group = self.group
-        group.update_attributes({"complete": True})
-        zarr.consolidate_metadata(group.store)
-        shutil.rmtree(self.target / DONE)
-
-    def mark_of(self, part: Part) -> Path:
-        """Return the file that exists when a part is on the disk."""
-        start, stop, names = part
-        key = f"{start} {stop} {' '.join(names)}"
-        return self.target / DONE / f"{hashlib.sha256(key.encode()).hexdigest()[:32]}.json"
-
-    def plan_parts(self) -> list[Part]:
-        """Return the parts: one shard of dates of the variables that the source stores together."""
-        first = self.group[array_name(self.names[0])]
-        count, dates = first.shape[0], first.shards[0]
-        most = max(1, PART_BYTES // (dates * self.largest_field))
+    def write(self, times: np.ndarray, workers: int, scheduler: str) -> None:
+        """Write the missing parts and the moments of all dates, then mark the store as complete."""
+        group, count = self.group, len(times)
+        shard = group[array_name(self.names[0])].shards[0]
+        # The variables that the source stores together, as many as fit into memory.
+        most = max(1, PART_BYTES // (shard * self.largest_field))
         together = self.archive.group_by_array(self.names)
         groups = [names[i : i + most] for names in together for i in range(0, len(names), most)]
-        return [(a, min(a + dates, count), names) for a in range(0, count, dates) for names in groups]
+        parts: list[Part] = [
+            (a, min(a + shard, count), names) for a in range(0, count, shard) for names in groups
+        ]
+        pending = [p for p in parts if not all(sums_file(self.target, name, p[0]).exists() for name in p[2])]
+        # Moments are taken around the first field of each variable, where it has values.
+        shifts = {}
+        for names in together:
+            fields = (
+                self.archive.read(self.archive.index(times[0]), names)
+                if times[0] in self.archive.times
+                else []
+            )
+            for name, field in zip(names, fields, strict=False):
+                packing, field = self.packing(name), self.fit(field, name)
+                field = field if packing is None else packing.decode(pack(field, packing)).astype(np.float32)
+                shifts[name] = first_shift(field)
+        shifts = dict(group.attrs.get("shifts", {})) or shifts
+        group.update_attributes({"shifts": shifts})
+        run_parts([delayed(self.write_part)(part) for part in pending], workers, scheduler)
+
+        moments = np.empty((count, len(self.names), NUM_COLUMNS))
+        for v, name in enumerate(self.names):
+            for first in range(0, count, shard):
+                with np.load(sums_file(self.target, name, first)) as stored:
+                    moments[first : first + shard, v] = stored["rows"]
+        array = group.create_array(
+            "moments",
+            shape=moments.shape,
+            dtype="float64",
+            chunks=(min(count, 4096), *moments.shape[1:]),
+            dimension_names=("time", "variable", "column"),
+            overwrite=True,
+        )
+        array[:] = moments
+        hours = group.attrs["change_seconds"] / 3600
+        array.attrs.update(
+            {
+                "variables": self.names,
+                "shifts": [shifts[name] for name in self.names],
+                "change_hours": hours,
+                "columns": "missing infinite implausible weight first second change_weight change_first "
+                "change_second: cells, and area-weighted sums around the shift",
+            }
+        )
+        group.update_attributes({"complete": True})
+        zarr.consolidate_metadata(group.store)
 
     def write_part(self, part: Part) -> None:
-        """Read, check and write a part. Raises DataError."""
+        """Read, check and write a part, and its moments and sums. Raises DataError."""
         start, stop, names = part
-        dataset, group = xr.Dataset(), self.group
-        times = group["time"][start:stop].astype("datetime64[s]")
-        runs = consecutive(np.searchsorted(self.archive.times, times))
-        fields = [self.fit(self.archive.read_block(run[0], run[-1] + 1, names)) for run in runs]
-        values = np.concatenate(fields) if len(fields) > 1 else fields[0]
+        group, area = self.group, area_weights(self.grid.latitude)
+        all_times = group["time"][:].astype("datetime64[s]")
+        step, times = np.timedelta64(group.attrs["change_seconds"], "s"), all_times[start:stop]
+        # With the dates before the part that lie a step before one of its dates.
+        earlier = np.flatnonzero(np.isin(all_times[:start], times - step))
+        rows = np.append(earlier, np.arange(start, stop))
+        places = np.searchsorted(self.archive.times, all_times[rows])
+        values = np.concatenate(
+            [self.archive.read_block(int(run[0]), int(run[-1]) + 1, names) for run in consecutive(places)]
+        )
+        position = {time: i for i, time in enumerate(all_times[rows].tolist())}
+        pairs = [(i, position.get((time - step).tolist(), -1)) for i, time in enumerate(times, len(earlier))]
+        now, before = np.array([pair for pair in pairs if pair[1] >= 0], int).reshape(-1, 2).T
         for v, name in enumerate(names):
-            attributes = group[array_name(name)].attrs
-            if "scale_factor" in attributes:
-                packing = Decoding(scale=attributes["scale_factor"], offset=attributes["add_offset"])
-                for time, field in zip(times, values[:, v], strict=True):
+            array, packing, fields = group[array_name(name)], self.packing(name), self.fit(values[:, v], name)
+            shift, columns = group.attrs["shifts"][name], np.zeros((stop - start, NUM_COLUMNS))
+            stored = fields
+            if packing is not None:
+                for time, field in zip(times, fields[len(earlier) :], strict=True):
                     check_packing(field, packing, f"{name} at {time}")
-            dataset[array_name(name)] = AXES, values[:, v]
-        dataset.to_zarr(self.target, region={"time": slice(start, stop)}, zarr_format=3, consolidated=False)
-        write_durably(self.mark_of(part), "")
+                stored = pack(fields, packing)
+                fields = packing.decode(stored).astype(np.float32)
+            ours = fields[len(earlier) :]
+            total, count = np.zeros(self.grid.shape), np.zeros(self.grid.shape, np.int32)
+            slab = max(1, 2**24 // math.prod(self.grid.shape))  # fields at once: float64 takes memory
+            for a in range(0, len(ours), slab):
+                block, about = ours[a : a + slab], (name, shift, area, times[a : a + slab], self.archive.path)
+                columns[a : a + slab, : STATE.stop] = state_moments(block, *about)
+                valid = np.isfinite(block)
+                total += np.where(valid, block, 0).sum(axis=0, dtype=np.float64)
+                count += valid.sum(axis=0, dtype=np.int32)
+            for a in range(0, len(now), slab):
+                change = np.subtract(
+                    fields[now[a : a + slab]], fields[before[a : a + slab]], dtype=np.float64
+                )
+                valid = np.isfinite(change)
+                change[~valid] = 0
+                by_row = valid.sum(axis=2), change.sum(axis=2), np.einsum("nhw,nhw->nh", change, change)
+                target = columns[now[a : a + slab] - len(earlier)]
+                for column, sums in zip(range(CHANGE.start, CHANGE.stop), by_row, strict=True):
+                    target[:, column] = [area @ row for row in sums]
+                columns[now[a : a + slab] - len(earlier)] = target
+            shard = array.shards[0]
+            key = array.metadata.encode_chunk_key((start // shard, 0, 0))
+            write_shard(self.target / array_name(name) / key, stored[len(earlier) :], shard)
+            with replacing(sums_file(self.target, name, start)) as file:  # the mark that the part is written
+                np.savez(file, rows=columns, total=total, count=count)
 
 
 # -- processes
 
 
-def run_parts(tasks: Sequence[Any], options: Namespace) -> None:
+def run_parts(tasks: Sequence[Any], workers: int, scheduler: str) -> None:
     """Run tasks of dask: in this process, in workers, or on a cluster.
 
     Raises what a task raises, RunFailed if a worker is lost, ConfigError if no scheduler answers.
     """
     # Processes, not threads: HDF5 has one lock per process, and packing needs Python's lock.
-    scheduler = None if options.scheduler else "processes" if options.workers > 1 else "synchronous"
+    kind = None if scheduler else "processes" if workers > 1 else "synchronous"
     ending: Any = {"multiprocessing.initializer": partial(_end_with, os.getpid())}
     try:
         with ExitStack() as stack:
-            if options.scheduler:
-                stack.enter_context(connect(options.scheduler))  # dask's scheduler from here on
+            if scheduler:
+                stack.enter_context(connect(scheduler))  # dask's scheduler from here on
             stack.enter_context(dask_config.set(ending))
             stack.enter_context(TqdmCallback(desc="conversion", unit="task", disable=None))
-            dask.base.compute(*tasks, scheduler=scheduler, num_workers=options.workers, chunksize=1)
+            dask.base.compute(*tasks, scheduler=kind, num_workers=workers, chunksize=1)
     except BrokenProcessPool:
         reason = "a worker was killed, perhaps because memory ran out: use fewer --workers"
         raise RunFailed(f"{reason}; the same command continues") from None
@@ -398,15 +683,59 @@ def connect(address: str) -> Any:
         refuse("--scheduler", address, f"no scheduler answers ({describe_error(error)}); start one")
 
 
+# -- the first start of a run
+
+
+def convert_for(data: Data, target: Path, source: Archive) -> None:
+    """Convert what a configuration reads, unless the store is complete and the source is as it was.
+
+    Raises ConfigError, DataError, RunFailed.
+    """
+    request = Request.of(data)
+    check_target(target, request)
+    conversion = Conversion(request, target, source)
+    if conversion.is_done():
+        return
+    size, shape = conversion.num_bytes, f"{len(conversion.times)} dates of {len(conversion.names)} variables"
+    is_new = not read_attributes(target).get("complete")
+    if is_new:
+        check_first_start(data, size)
+    with lock(target, request):
+        if is_new:
+            free = shutil.disk_usage(target.parent).free
+            print_message(
+                f"data.path = {without_secrets(data.path)}: converting {shape}, at most "
+                f"{size / 2**30:.2f} GiB, to {target} ({free / 2**30:.1f} GiB free), once"
+            )
+        conversion.run(1 if size < SINGLE_PROCESS else os.cpu_count() or 1)
+
+
+def check_first_start(data: Data, size: int = 0) -> None:
+    """Raise ConfigError with the command where a start does not convert: on several nodes, by ranks, too
+    much.
+    """
+    command = module_command("datasets.convert", "--job.config_file", "FILE")
+    reason = "convert it first, with the configuration and options of this run: " + command
+    if int(os.environ.get("NNODES", "1")) > 1 or int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        refuse(
+            "data.path", data.path, f"it is no training store, and several processes have started; {reason}"
+        )
+    if size > LARGEST_FIRST_START:
+        refuse("data.path", data.path, f"it is no training store, and has {size / 2**30:.0f} GiB; {reason}")
+
+
 def main(argv: list[str]) -> int:
     """Convert; return the exit code. Raises ConfigError, DataError, RunFailed."""
-    options = parse(argv)
+    request, options = parse(argv)
     if is_url(options.target):
         refuse("TARGET", options.target, "a local folder expected; upload the store when it is complete")
-    check_target(Path(options.target), options.source)
-    conversion = Conversion(options)
-    with lock(conversion.target):
-        conversion.run()
+    target = Path(options.target)
+    check_target(target, request)
+    conversion = Conversion(request, target)
+    with lock(target, request):
+        conversion.run(options.workers, options.scheduler)
+    dates = conversion.group["time"].shape[0]
+    print(f"{options.target}: complete, {dates} dates of {len(conversion.names)} variables")
     return 0
 
 

@@ -16,7 +16,7 @@ import json
 import os
 import sys
 from argparse import Namespace
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -25,14 +25,15 @@ import pandas as pd
 from command_line import OneLineParser
 from config import Validation
 from datasets.archive import Archive, read_all_fields
-from datasets.dates import evenly_spaced, find_gaps, usual_hours
+from datasets.dates import consecutive, evenly_spaced, find_gaps, usual_hours
 from datasets.grid import latitude_bounds
-from datasets.options import check_selection, parse_selection
+from datasets.options import check_selection, parse_selection, parse_storage_options
 from datasets.plausibility import count_implausible, implausible_kinds, undeclared_fill
-from datasets.remote import is_url
-from datasets.variables import OFTEN_ZERO, group_levels, join_name
+from datasets.remote import Access, is_url, protocol_of
+from datasets.variables import OFTEN_ZERO, group_levels, join_name, known_name
 
 SAMPLED_DATES = 24
+MOST_RANGES = 10  # of dates in a row of the table
 HELD_OUT = 0.15  # of the dates, for validation
 LONGEST_LEAD = np.timedelta64(24, "h")  # default of validation.lead_hours
 
@@ -42,7 +43,7 @@ class Finding(NamedTuple):
 
     problem: str
     where: str
-    first_date: str = ""
+    dates: str = ""
     count: int = 1
 
 
@@ -51,6 +52,9 @@ def parse(argv: list[str]) -> Namespace:
     parser = OneLineParser("datasets.describe", __doc__)
     parser.add_argument("source", metavar="SOURCE", help="what data.path takes: file, folder, glob or URL")
     parser.add_argument("--select", nargs="+", default=[], metavar="DIM=LABEL", help="as data.select")
+    parser.add_argument(
+        "--storage_options", nargs="+", default=[], metavar="NAME=VALUE", help="as data.storage_options"
+    )
     parser.add_argument("--all", action="store_true", help="look at the values of every date")
     return parser.parse_args(argv)
 
@@ -59,30 +63,40 @@ def main(argv: list[str]) -> int:
     """Print the description; return 1 if there are problems. Raises ConfigError, DataError."""
     options = parse(argv)
     selection, left_out = parse_selection(options.select), dict[str, str]()
-    archive = Archive(options.source, *read_all_fields(options.source, selection, left_out=left_out))
+    parse_storage_options(options.storage_options)
+    access = Access(tuple(options.storage_options), protocol_of(options.source))
+    archive = Archive(options.source, *read_all_fields(options.source, selection, access, left_out))
     check_selection(selection, archive.extra_dimensions, options.source)
     findings = [Finding(reason, name) for name, reason in (left_out | archive.unreadable).items()]
-    findings += [*find_missing_dates(archive), *find_differences(archive, options.all)]
+    findings += [*find_odd_names(archive), *find_missing_dates(archive)]
+    findings += find_differences(archive, options.all)
     dates = evenly_spaced(np.arange(len(archive.times)), 0 if options.all else SAMPLED_DATES)
-    findings += find_odd_values(archive, dates)
-    rows = pd.DataFrame(findings, columns=Finding._fields).groupby(["problem", "where"], sort=False)
-    table = rows.agg({"first_date": "first", "count": "sum"}).reset_index()
+    odd_values, missing = find_odd_values(archive, dates)
+    findings += odd_values
+    table = pd.DataFrame(list(dict.fromkeys(findings)), columns=Finding._fields)
     checked = f"values of {len(dates)} of {len(archive.times)} dates"
-    print(f"{without_secrets(options.source)}\n\n{variables_table(archive)}\n\n{summary(archive)}\n")
+    print(f"{without_secrets(options.source)}\n\n{variables_table(archive, missing)}\n\n{summary(archive)}\n")
     found = f"{table.to_string(index=False, justify='left')}\n{checked}: {len(table)} problems\n"
     print(found if findings else f"{checked}: nothing found\n")
-    print(data_section(archive, options.source, options.select))
+    print(data_section(archive, options))
     return int(bool(findings))
 
 
-def variables_table(archive: Archive) -> str:
-    """Return a row for each variable: levels, units, type."""
+def variables_table(archive: Archive, missing: Mapping[str, float]) -> str:
+    """Return a row for each variable: levels, units, type, and the share of cells without a value.
+
+    missing: that share by name, on the dates that were looked at; the largest of the levels is shown.
+    """
     rows = []
-    for base, own in group_levels(archive.variables).items():
-        name = join_name(base, next(iter(own)))
-        levels = " ".join(str(level) for level in sorted(filter(None, own))) or "-"
-        rows.append((base, levels, archive.units(name) or "-", str(archive.field_of(name).raw.dtype)))
-    table = pd.DataFrame(rows, columns=["variable", "levels", "units", "type"])
+    for base, levels in group_levels(archive.variables).items():
+        names = [join_name(base, level) for level in levels]
+        raw, text = archive.field_of(names[0]).raw, archive.units(names[0])
+        # Of files without units, what is read is assumed to be in ours.
+        unit = text if not text or "units" in getattr(raw, "attrs", {}) else f"{text} (assumed)"
+        share = max(missing.get(name, 0) for name in names)
+        numbers = " ".join(str(level) for level in sorted(filter(None, levels))) or "-"
+        rows.append((base, numbers, unit or "-", str(raw.dtype), f"{100 * share:.1f} %" if share else "-"))
+    table = pd.DataFrame(rows, columns=["variable", "levels", "units", "type", "missing"])
     return table.to_string(index=False, justify="left")
 
 
@@ -99,15 +113,35 @@ def summary(archive: Archive) -> str:
 # -- problems
 
 
+def find_odd_names(archive: Archive) -> Iterator[Finding]:
+    """Yield findings for unknown names that are like a known one, and for names with and without a level."""
+    for name in [*archive.variables, *archive.static_variables]:
+        if known := known_name(name):
+            yield Finding(f"an unknown name; the nearest known one is {known}", name)
+    for name, levels in group_levels(archive.variables).items():
+        if None in levels and len(levels) > 1:
+            yield Finding("with and without a level, of which a run takes one", name)
+
+
 def find_missing_dates(archive: Archive) -> Iterator[Finding]:
     """Yield findings for dates that are missing in all variables, and in some."""
     gaps = find_gaps(archive.times)
     if len(gaps):
-        yield Finding("dates missing", archive.path, str(gaps[0]), len(gaps))
+        ranges = describe_dates(gaps, np.union1d(gaps, archive.times))
+        yield Finding("dates missing", archive.path, ranges, len(gaps))
     for name in archive.variables:
         absent = archive.times[~archive.has([name])]
         if len(absent):
-            yield Finding("dates missing that other variables have", name, str(absent[0]), len(absent))
+            ranges = describe_dates(absent, archive.times)
+            yield Finding("dates missing that other variables have", name, ranges, len(absent))
+
+
+def describe_dates(dates: np.ndarray, axis: np.ndarray) -> str:
+    """Return dates as text: the first and the last of each stretch on the axis, of at most ten."""
+    ranges = [axis[[run[0], run[-1]]] for run in consecutive(np.searchsorted(axis, dates))]
+    texts = [" to ".join(dict.fromkeys(map(str, ends))) for ends in ranges[:MOST_RANGES]]
+    more = f" and {len(ranges) - MOST_RANGES} more" if len(ranges) > MOST_RANGES else ""
+    return ", ".join(texts) + more
 
 
 def find_differences(archive: Archive, every_date: bool) -> Iterator[Finding]:
@@ -119,23 +153,44 @@ def find_differences(archive: Archive, every_date: bool) -> Iterator[Finding]:
             yield Finding(str(error), name)
     for name in archive.static_variables:
         field = archive.read_static(name)
-        if len(np.unique(field[np.isfinite(field)])) < 2:
+        if np.isnan(field).all():
+            yield Finding("no value at all", name)
+        elif len(np.unique(field[np.isfinite(field)])) < 2:
             yield Finding("one value everywhere", name)
 
 
-def find_odd_values(archive: Archive, dates: np.ndarray) -> Iterator[Finding]:
-    """Yield a finding for each problem of a field on one of the dates (indices)."""
+def find_odd_values(archive: Archive, dates: np.ndarray) -> tuple[list[Finding], dict[str, float]]:
+    """Return a finding for each problem of the fields on the dates (indices), and the share of cells of each
+    variable that are missing.
+    """
+    problems: dict[tuple[str, str], list[int]] = {}  # problem and name -> dates
+    always: dict[str, np.ndarray] = {}  # name -> cells (H, W) that are missing on every date with values
+    shares: dict[str, dict[int, float]] = {}  # name -> date -> share of cells that are missing
     for i in dates.tolist():
-        date = str(archive.times[i])
         for names in archive.group_by_array(archive.variables):
             try:
                 fields = archive.read(i, names)
             except DataError as error:
-                yield Finding(str(error), names[0], date)
+                problems.setdefault((str(error), names[0]), []).append(i)
                 continue
             for name, values in zip(names, fields, strict=True):
-                if archive.has([name])[i]:
-                    yield from (Finding(problem, name, date) for problem in find_problems(values, name))
+                if not archive.has([name])[i]:
+                    continue
+                for problem in find_problems(values, name):
+                    problems.setdefault((problem, name), []).append(i)
+                missing = np.isnan(values)
+                shares.setdefault(name, {})[i] = missing.mean()
+                if not missing.all():
+                    always[name] = always.get(name, missing) & missing
+    for name, mask in always.items():
+        more = [i for i, share in shares[name].items() if mask.mean() < share < 1]
+        if more:
+            problems["missing cells that have values on other dates", name] = more
+    findings = [
+        Finding(problem, name, describe_dates(archive.times[rows], archive.times[dates]), len(rows))
+        for (problem, name), rows in problems.items()
+    ]
+    return findings, {name: float(np.mean([*of_dates.values()])) for name, of_dates in shares.items()}
 
 
 def find_problems(values: np.ndarray, name: str) -> Iterator[str]:
@@ -157,16 +212,18 @@ def find_problems(values: np.ndarray, name: str) -> Iterator[str]:
 # -- the section
 
 
-def data_section(archive: Archive, path: str, select: Sequence[str]) -> str:
+def data_section(archive: Archive, options: Namespace) -> str:
     """Return the TOML of a [data] and a [validation] section that train below any shipped configuration."""
     train, validation = split_periods(archive.times)
-    step = max(1, round(usual_hours(archive.times)))
+    step, path = max(1, round(usual_hours(archive.times))), options.source
+    lists = {key: getattr(options, key) for key in ("select", "storage_options")}
+    on_levels = {name.partition(":")[0] for name in archive.variables if ":" in name}
     section: dict[str, Any] = {
         "path": path if is_url(path) else os.path.abspath(path),
-        "variables": archive.variables,
+        "variables": [name for name in archive.variables if name not in on_levels],
         "levels": [],  # and, if there are none, no static variables: the configuration may have some
         "static_variables": archive.static_variables,
-        **({"select": list(select)} if select else {}),
+        **{key: values for key, values in lists.items() if values},
         "grid_shape": list(archive.grid.shape),
         "step_hours": step,
         "train_period": train,

@@ -9,9 +9,8 @@ W longitudes.
 """
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from copy import copy
-from functools import partial
 from typing import Self
 
 import numpy as np
@@ -20,11 +19,8 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from datasets.archive import Archive
-from datasets.dates import consecutive
-from datasets.store_reader import Task
 
 logger = logging.getLogger("rossby")
-BLOCK_BYTES = 2**28  # of fields read at once while streaming
 
 
 def window_steps(history: int) -> range:
@@ -37,54 +33,12 @@ def split_sample(fields: Tensor, history: int) -> tuple[Tensor, Tensor]:
     return fields[:, :history].flatten(1, 2), fields[:, history:]
 
 
-class MemoryArchive(Archive):
-    """Some dates and variables of an archive, read once into memory, with the archive's indices."""
-
-    def __init__(self, archive: Archive, variables: Sequence[str], dates: np.ndarray) -> None:
-        vars(self).update(vars(archive))
-        self.names_in_memory, self.rows = list(variables), np.full(len(archive.times), -1)
-        self.rows[dates] = np.arange(len(dates))
-        self.fields = np.empty((len(dates), len(variables), *archive.grid.shape), np.float32)
-        for row, (_, field) in enumerate(stream(archive, variables, dates)):
-            self.fields[row] = field
-
-    def tasks(self, start: int, out: np.ndarray, variables: Sequence[str]) -> Iterator[Task]:
-        """Yield the call that fills `out` (n, V, H, W) with the dates from `start` on."""
-        row = self.rows[start]
-        assert list(variables) == self.names_in_memory and row >= 0
-        yield partial(np.copyto, out, self.fields[row : row + len(out)])
-
-    def reads_by_threads(self, variables: Sequence[str]) -> bool:
-        """Return True: copies need no lock."""
-        return True
-
-    def float16_packing(self, variables: Sequence[str]) -> None:
-        """Return None: the fields are physical values."""
-
-
-def stream(archive: Archive, variables: Sequence[str], dates: np.ndarray) -> Iterator[tuple[int, np.ndarray]]:
-    """Yield (index, field (V, H, W)) for each of the ascending dates, read in runs of neighbours."""
-    longest = max(1, BLOCK_BYTES // (4 * len(variables) * archive.grid.shape[0] * archive.grid.shape[1]))
-    for run in consecutive(dates):
-        for part in np.split(run, range(longest, len(run), longest)):
-            block = archive.read_block(int(part[0]), int(part[-1]) + 1, variables)
-            yield from zip(part.tolist(), block, strict=True)
-
-
-def cache_if_small(
-    archive: Archive, variables: Sequence[str], dates: np.ndarray, limit_gib: float
-) -> Archive:
-    """Return the dates of the archive in memory if they take at most `limit_gib`, else the archive."""
-    size = 4 * len(dates) * len(variables) * archive.grid.shape[0] * archive.grid.shape[1]
-    return MemoryArchive(archive, variables, dates) if size <= limit_gib * 2**30 else archive
-
-
 class FieldDataset(Dataset):
     """Samples of K dates each, read as whole batches. Indices may be negative; a date of -1 is missing.
 
-    If a window lacks a variable, all later states of the sample are set to NaN, so that it counts in no loss
-    and no score. Fields that threads read have the stored type; `unpack` converts them to physical values on
-    any device.
+    If a window lacks a variable, all later states of the sample are set to NaN, so that it counts in no
+    loss and no score. Fields have the stored type, float16 where all variables of a training store have it;
+    `unpack` converts them to physical values on any device.
     """
 
     def __init__(
@@ -97,8 +51,7 @@ class FieldDataset(Dataset):
         """samples (n, K): indices of dates, the first `history` of which are the window."""
         self.archive, self.variables, self.samples, self.history = archive, list(variables), samples, history
         self.field_shape = (len(self.variables), *archive.grid.shape)
-        self.by_threads = archive.reads_by_threads(self.variables)
-        packing = archive.float16_packing(self.variables) if self.by_threads else None
+        packing = archive.float16_packing(self.variables)
         self.dtype = np.dtype("float16" if packing else "float32")
         columns = [torch.from_numpy(numbers).view(-1, 1, 1) for numbers in packing or ()]
         self.scale, self.offset = columns or (None, None)  # (V, 1, 1) float32
@@ -109,12 +62,26 @@ class FieldDataset(Dataset):
     def __getitems__(self, indices: Sequence[int]) -> tuple[Tensor, Tensor]:
         """Return physical fields (B, K, V, H, W), NaN where missing, and first dates (B,), in seconds."""
         dates = self.samples[list(indices)]
-        batch = np.full((*dates.shape, *self.field_shape), np.nan, np.float32)
-        for place in np.ndindex(dates.shape):
-            if dates[place] >= 0:
-                batch[place] = self.archive.read(int(dates[place]), self.variables)
+        batch = np.empty((*dates.shape, *self.field_shape), self.dtype)
+        self.fill(dates, batch)
+        return self.unpack(torch.from_numpy(batch)), self.seconds(dates)
+
+    def fill(self, dates: np.ndarray, batch: np.ndarray) -> None:
+        """Fill `batch` (B, K, V, H, W) with fields as stored of dates (B, K); NaN for a date of -1.
+
+        A state that several samples have is read once. Raises DataError.
+        """
+        first: dict[int, np.ndarray] = {}
+        places = batch.reshape(dates.size, *self.field_shape)
+        for date, place in zip(dates.ravel().tolist(), places, strict=True):
+            if date < 0:
+                place.fill(np.nan)
+            elif date in first:
+                place[...] = first[date]
+            else:
+                self.archive.fill(date, self.variables, place)
+                first[date] = place
         self.drop_incomplete(batch)
-        return torch.from_numpy(batch), self.seconds(dates)
 
     def drop_incomplete(self, batch: np.ndarray) -> None:
         """Set the states after a window without any value of a variable to NaN; fields (B, K, V, H, W)."""
@@ -134,19 +101,13 @@ class FieldDataset(Dataset):
         """Return (B,) seconds since 1970 of the first of each row of `dates` (B, K)."""
         return torch.from_numpy(self.archive.times[dates[:, 0]].astype("datetime64[s]").astype(np.int64))
 
-    def tasks(self, date: int, out: np.ndarray) -> Iterator[Task]:
-        """Yield calls that fill `out` (V, H, W) with a date's fields as stored; NaN for a date of -1."""
-        if date < 0:
-            out.fill(np.nan)
-        else:
-            yield from self.archive.tasks(date, out[None], self.variables)
-
     def unpack(self, fields: Tensor) -> Tensor:
         """Return physical values, float32, of (..., V, H, W) of the stored type, on the same device."""
         if self.scale is None or self.offset is None or fields.dtype != torch.float16:
             return fields
-        scale, offset = self.scale.to(fields.device), self.offset.to(fields.device)
-        return torch.addcmul(offset, fields.float(), scale)
+        if self.scale.device != fields.device:  # once: a copy from pageable memory waits for the device
+            self.scale, self.offset = self.scale.to(fields.device), self.offset.to(fields.device)
+        return torch.addcmul(self.offset, fields.float(), self.scale)
 
 
 class LaterFields:

@@ -19,11 +19,10 @@ import xarray as xr
 
 from datasets.grid import FLOAT32_DEGREES, Grid, equal_spacing, is_periodic
 from datasets.remote import describe_error
-from datasets.variables import OFTEN_ZERO, UnitConversion, full_name, nearest_name, units
+from datasets.variables import OFTEN_ZERO, UnitConversion, full_name, nearest_name, units, usual_range
 from errors import DataError
 
 logger = logging.getLogger(__name__)
-LAND_CLASSES = (1, 3, 4)  # NCAR's LSMASK: 0 ocean, 1 land, 2 lake, 3 small island, 4 ice shelf
 
 
 @dataclass(frozen=True)
@@ -34,12 +33,9 @@ class Decoding:
     scale: float = 1.0
     offset: float = 0.0
     unsigned: bool = False
-    classes: tuple[int, ...] = ()  # 1 where the stored class is one of these, else 0
 
     def decode(self, stored: np.ndarray) -> np.ndarray:
         """Return physical values, float64 if they are scaled, to be rounded once; NaN where missing."""
-        if self.classes:
-            return np.isin(stored, self.classes).astype(np.float32)
         if self.unsigned:
             stored = stored.view(stored.dtype.str.replace("i", "u"))
         values = stored
@@ -56,10 +52,8 @@ class Decoding:
         return values
 
 
-def find_decoding(array: str, variable: xr.Variable, conversion: UnitConversion) -> Decoding:
+def find_decoding(variable: xr.Variable, conversion: UnitConversion) -> Decoding:
     """Return the decoding that the attributes of an array describe. Raises DataError."""
-    if array == "LSMASK":
-        return Decoding(classes=LAND_CLASSES)
     attrs, dtype = variable.attrs, variable.dtype
     unsigned = str(attrs.get("_Unsigned", "")).lower() == "true" and dtype.kind == "i"
     dtype = np.dtype(dtype.str.replace("i", "u")) if unsigned else dtype
@@ -112,6 +106,7 @@ class Orientation:
     shape: tuple[int, int]  # of the file
     rows: np.ndarray  # (H,) from north to south
     columns: np.ndarray  # (W,), longitudes ascending
+    repeated: tuple[int, int] | None = None  # columns of the file 360 degrees apart; the first is read
 
     @cached_property
     def is_identity(self) -> bool:
@@ -141,7 +136,9 @@ def find_orientation(latitude: np.ndarray, longitude: np.ndarray) -> Orientation
     east = np.unwrap(np.asarray(longitude, np.float64), period=360)
     columns = columns[::-1] if east[0] > east[-1] else columns
     east = equal_spacing(east[columns])
+    repeated = None
     if east[-1] - east[0] > 360 - FLOAT32_DEGREES:
+        repeated = int(columns[0]), int(columns[-1])
         east, columns = east[:-1], columns[:-1]
     if is_periodic(east):
         east = np.round(east, 9) % 360
@@ -149,16 +146,16 @@ def find_orientation(latitude: np.ndarray, longitude: np.ndarray) -> Orientation
         east, columns = np.roll(east, -shift), np.roll(columns, -shift)
     elif east[0] >= 180 and east[-1] >= 360:
         east = east - 360
-    return Orientation(Grid(np.asarray(latitude, np.float64)[rows], east), shape, rows, columns)
+    return Orientation(Grid(np.asarray(latitude, np.float64)[rows], east), shape, rows, columns, repeated)
 
 
 @dataclass(frozen=True, eq=False)
 class Field:
     """One array of a file: a variable, or several along its level (or channel) axis.
 
-    `names` has one name for each position on that axis. `roles` has the role of each dimension, "" for a
-    dropped one, of which the element at `selected` is read. `times` are the dates in the order of the
-    file, None for a constant field. It can be pickled; each process opens the file itself.
+    `names` has one name for each position on that axis, "" where it is left out. `roles` has the role of each
+    dimension, "" for a dropped one, of which the element at `selected` is read. `times` are the dates in the
+    order of the file, None for a constant field. It can be pickled; each process opens the file itself.
     """
 
     path: str
@@ -174,6 +171,8 @@ class Field:
     chunks: tuple[int, ...] | None = None  # elements that are decoded together
     selected: Mapping[int, int] = field(default_factory=dict)  # number of a dropped dimension -> position
     labels: Mapping[str, np.ndarray] = field(default_factory=dict)  # of axes of forecasts and climatologies
+    versions: tuple[int, ...] = (0,)  # positions on the axis `expver`: the final data first, then preliminary
+    is_class: bool = False  # numbers of classes, which have no mean
 
     def chunk(self, role: str) -> int:
         """Return the number of elements of an axis that are decoded together."""
@@ -191,7 +190,8 @@ class Field:
         """Return (*axes, latitude, longitude) physical values: the slices of some axes, all of the others.
 
         Axes that the array lacks have size 1. Preliminary data (a second `expver`) fill what is missing in
-        the final ones. Raises DataError naming the file and the date.
+        the final ones. Raises DataError naming the file and the date, also if a column that is repeated after
+        360 degrees has other values.
         """
         key = tuple(
             slices.get(role, slice(None)) if role else self.selected[i] for i, role in enumerate(self.roles)
@@ -207,9 +207,21 @@ class Field:
             roles = [*roles[:-1], "latitude", "longitude"]
         order = ("expver", *axes, "latitude", "longitude")
         block = xr.Variable(roles, values).set_dims(order).values
-        merged = block[0]
-        for version in block[1:]:
-            merged = np.where(np.isnan(merged), version, merged)
+        merged = block[self.versions[0]]
+        for version in self.versions[1:]:
+            merged = np.where(np.isnan(merged), block[version], merged)
+        if self.orientation.repeated:
+            first, again = (merged[..., column].astype(np.float64) for column in self.orientation.repeated)
+            values, dtype = first[np.isfinite(first)], np.dtype(self.raw.dtype)
+            scale, is_float = abs(self.decoding.scale), dtype.kind == "f"
+            packing = 4 * np.finfo(dtype).eps * np.abs(values).max(initial=0) if is_float else 1.01 * scale
+            span = float(np.ptp(values)) if values.size else 0.0
+            # Integers without a scale are exact; GRIB packs 16 bits of the range of a field.
+            bound = max(0.0 if scale == 1 and not is_float else packing, 1e-4 * span)
+            if not np.allclose(first, again, rtol=0, atol=bound, equal_nan=True):
+                most = np.nanmax(np.abs(first - again), initial=0)
+                what = f"its first column and the one 360 degrees further differ (by up to {most:g})"
+                raise DataError(f"{self.path}: {self.array}: {what}; remove the wrong one from the file")
         return self.orientation.apply(merged)
 
     def read_one(self, position: int, row: int = 0) -> np.ndarray:
@@ -246,11 +258,15 @@ class Field:
         """Yield the parts of `stored` that are not in the Zarr store, where reading returns the fill value.
 
         Only whole shards count for arrays with shards: writers omit chunks of fill values inside a shard. Not
-        needed if the fill value is NaN, nor for cloud, rain and masks, which may be omitted where they are 0.
+        needed if the fill value is NaN, nor for cloud, rain and masks, which may be omitted where they are 0,
+        nor where the fill value is a packed number: Zarr 3 omits chunks of it.
         """
-        fill = getattr(self.raw, "fill_value", None)
-        if fill is None or fill != fill or self.names[0].partition(":")[0] in OFTEN_ZERO:
+        fill, name = getattr(self.raw, "fill_value", None), next(filter(None, self.names))
+        if fill is None or fill != fill or name.partition(":")[0] in OFTEN_ZERO:
             return
+        low, high = usual_range(name)
+        is_packed = np.dtype(self.raw.dtype).kind in "iu" and self.decoding != Decoding(self.decoding.fills)
+        is_value = is_packed and low <= self.decoding.decode(np.asarray(fill)[None])[0] <= high
         chunks = self.raw.shards or self.raw.chunks  # files of the store
         spans = [
             each.indices(size)[:2] if isinstance(each, slice) else (each, each + 1)
@@ -261,7 +277,9 @@ class Field:
         for chunk in product(*numbers):
             first = [max(chunk[i] * chunks[i] - spans[i][0], 0) for i in dims]
             if stored[tuple(first)] == fill and not self._has_chunk(chunk):
-                _warn_missing_chunk(self.path, self.array)
+                _warn_missing_chunk(self.path, self.array, "its fill value" if is_value else "missing values")
+                if is_value:
+                    continue
                 ends = [(chunk[i] + 1) * chunks[i] - spans[i][0] for i in dims]
                 yield tuple(map(slice, first, ends))
 
@@ -282,7 +300,7 @@ class NamedFields:
         self, path: str, fields: Sequence[Field], unreadable: Mapping[str, str] | None = None
     ) -> None:
         """unreadable: name of an array -> why it is none of the fields. Raises DataError if grids differ."""
-        self.path, self.unreadable = path, dict(unreadable or {})
+        self.path, self.unreadable, self.fields = path, dict(unreadable or {}), tuple(fields)
         self.grid = _common_grid(path, fields, self.unreadable)
         self.places = places_of(fields)
         self.variables = self.names = list(self.places)
@@ -296,6 +314,10 @@ class NamedFields:
             hint = f": {why}" if why else nearest_name(name, self.names)
             raise DataError(f"{self.path!r} has no variable {name!r}{hint}")
         return self.places[name]
+
+    def is_class(self, name: str) -> bool:
+        """Return True for a variable of numbered classes."""
+        return any(field.is_class for field in self.fields if name in field.names)
 
     def units(self, name: str) -> str:
         """Return the units of what is read: ours of a known variable, else those of the data, "" for none."""
@@ -325,15 +347,16 @@ def places_of(fields: Sequence[Field]) -> dict[str, list[tuple[Field, int]]]:
     places: dict[str, list[tuple[Field, int]]] = {}
     for each in fields:
         for position, name in enumerate(each.names):
-            places.setdefault(name, []).append((each, position))
+            if name:
+                places.setdefault(name, []).append((each, position))
     return places
 
 
 def _common_grid(path: str, fields: Sequence[Field], unreadable: Mapping[str, str]) -> Grid:
     """Return the grid of all fields, or raise DataError naming two files that differ."""
     if not fields:
-        reasons = "".join(f"; {name}: {reason}" for name, reason in list(unreadable.items())[:3])
-        raise DataError(f"cannot read {path!r}: no variable in it has latitude and longitude{reasons}")
+        reasons = "; ".join(f"{name}: {reason}" for name, reason in list(unreadable.items())[:3])
+        raise DataError(f"cannot read {path!r}: {reasons or 'no variable in it has latitude and longitude'}")
     first = fields[0]
     for each in fields:
         if not each.orientation.grid.same_as(first.orientation.grid):
@@ -367,7 +390,7 @@ def level_tasks(
 
 
 @cache
-def _warn_missing_chunk(path: str, array: str) -> None:
-    """Log once per array, not in each loader process, that chunks are not in the store."""
+def _warn_missing_chunk(path: str, array: str, meaning: str) -> None:
+    """Log once per array, not in each worker of a conversion, that chunks are not in the store."""
     if multiprocessing.parent_process() is None:
-        logger.warning(f"{path}: {array}: chunks are not in the store: read as missing values")
+        logger.warning(f"{path}: {array}: chunks are not in the store: read as {meaning}")

@@ -5,13 +5,16 @@ Nothing is decoded: datasets/layouts.py finds what the arrays mean.
 
 import atexit
 import glob
+import math
 import os
+import re
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import pandas as pd
 import xarray as xr
 from xarray.backends.file_manager import FILE_CACHE
 from xarray.conventions import decode_cf_variable
@@ -25,7 +28,7 @@ DATA_FILES = tuple(".nc .nc4 .cdf .netcdf .h5 .hdf5 .he5 .grib .grib1 .grib2 .gr
 TRAINING_STORE = "rossby_training_store"  # attribute of the stores that datasets.convert writes
 # Lower-case names of dimensions. Other dimensions are read if they have one element or one is selected.
 ROLES = {
-    "time": ("time", "valid_time", "timestep", "dates"),
+    "time": ("time", "valid_time", "date", "dates"),
     "level": ("level", "pressure_level", "isobaricinhpa", "plev", "pressure", "lev", "isobaric"),
     "latitude": ("latitude", "lat", "nav_lat"),
     "longitude": ("longitude", "lon", "nav_lon"),
@@ -37,6 +40,14 @@ FORECAST_ROLES = {
     "time": ("init_time", "initial_time", "forecast_reference_time"),
 }
 CLIMATOLOGY_ROLES = {"hour": ("hour",), "dayofyear": ("dayofyear",)}
+# CF finds latitude and longitude by their units (4.1, 4.2), in any of six spellings.
+DEGREES = {
+    "latitude": re.compile(r"degrees?_?n(orth)?", re.IGNORECASE),
+    "longitude": re.compile(r"degrees?_?e(ast)?", re.IGNORECASE),
+}
+HEIGHT = "heightaboveground"  # GRIB's axis of heights in m, which become a part of the name
+GREGORIAN = np.datetime64("1582-10-15")  # the first day of that calendar; "standard" is Julian before it
+EARLIEST_YEAR = 1678  # from which on pandas counts nanoseconds
 
 
 def find_files(path: str) -> list[str]:
@@ -161,17 +172,29 @@ class OpenFile:
             import cfgrib  # type: ignore[reportMissingImports]  # an extra
         except (ImportError, RuntimeError) as error:  # RuntimeError: eccodes finds no library
             raise DataError(f'it is GRIB ({describe_error(error)}): pip install -e ".[grib]"') from None
-        options = {"indexpath": "", "time_dims": ("valid_time",), "squeeze": False, "errors": "raise"}
+        options: dict[str, Any] = {"indexpath": "", "squeeze": False, "errors": "raise"}
+        options |= {"time_dims": ("valid_time",), "extra_coords": {"step": "valid_time"}}
         try:
-            datasets = cfgrib.open_datasets(path, backend_kwargs=options, decode_cf=False, cache=False)
+            try:
+                datasets = cfgrib.open_datasets(path, backend_kwargs=options, decode_cf=False, cache=False)
+            except ValueError as error:
+                if "'step' cannot be indexed by dimension 'valid_time'" not in str(error):
+                    raise
+                # A date has several steps, of which the last message would be read: they get an axis, from
+                # which data.select chooses.
+                options |= {"time_dims": ("time", "step"), "extra_coords": {}}
+                datasets = cfgrib.open_datasets(path, backend_kwargs=options, decode_cf=False, cache=False)
         except Exception as error:  # eccodes has a class for each kind of damage
             raise DataError(f"a GRIB message is damaged or cut short ({describe_error(error)})") from None
-        most = max((dataset.sizes["valid_time"] for dataset in datasets), default=0)
+
+        def num_dates(dataset: xr.Dataset) -> int:
+            return math.prod(dataset.sizes[dim] for dim in options["time_dims"])
+
+        most = max(map(num_dates, datasets), default=0)
         # Variables with a single date are constant if others have more dates.
-        found = [
-            each.isel(valid_time=0) if each.sizes["valid_time"] == 1 < most else each for each in datasets
-        ]
-        return [cls._of_dataset(path, dataset) for dataset in found]
+        constant = {dim: 0 for dim in options["time_dims"]}
+        datasets = [ds.isel(constant) if num_dates(ds) == 1 < most else ds for ds in datasets]
+        return [cls._of_dataset(path, dataset) for dataset in datasets]
 
     def fetch(self, name: str) -> np.ndarray:
         """Return all values of a coordinate, unpacked (CF 8.1)."""
@@ -182,10 +205,26 @@ class OpenFile:
         encoding = self.arrays[name].encoding
         return encoding.get("chunks") or encoding.get("chunksizes")
 
-    def role(self, dim: str, roles: Mapping[str, str]) -> str:
-        """Return the role of a dimension, by its name or its standard_name; "" for none."""
-        standard_name = self.arrays[dim].attrs.get("standard_name", "") if dim in self.arrays else ""
-        return roles.get(dim.lower()) or (standard_name if standard_name in ROLES else "")
+    def role(self, name: str, roles: Mapping[str, str]) -> str:
+        """Return the role of a coordinate by its name, its standard_name or its units; "" for none."""
+        attrs = self.arrays[name].attrs if name in self.arrays else {}
+        standard_name, units = (str(attrs.get(key, "")) for key in ("standard_name", "units"))
+        by_units = [role for role, pattern in DEGREES.items() if pattern.fullmatch(units.strip())]
+        return roles.get(name.lower()) or (standard_name if standard_name in ROLES else "".join(by_units))
+
+    def dim_roles(self, roles: Mapping[str, str]) -> dict[str, str]:
+        """Return the role of each dimension, "" for none: its coordinate's, or that of another coordinate
+        along it, as of latitude(y) and time(t).
+        """
+        role_of_dim = {
+            str(dim): self.role(str(dim), roles) for array in self.arrays.values() for dim in array.dims
+        }
+        for name, array in self.arrays.items():
+            dim, role = str(array.dims[0]) if array.ndim == 1 else "", self.role(name, roles)
+            is_lead = dim.lower() in FORECAST_ROLES["lead"]  # valid_time(step) is of one run
+            if role_of_dim.get(dim) == "" and role in ("latitude", "longitude", "time") and not is_lead:
+                role_of_dim[dim] = role
+        return role_of_dim
 
 
 def unpacked(variable: xr.Variable) -> np.ndarray:
@@ -220,17 +259,26 @@ def dim_labels(file: OpenFile, dim: str, size: int) -> list[str]:
     return labels if labels and len(set(labels)) == len(labels) else [str(number) for number in range(size)]
 
 
-def decode_times(variable: xr.Variable, reference: str = "") -> np.ndarray:
-    """Return datetime64[s], rounded, of CF times ("hours since 1900-01-01"), or of hours since `reference`.
+def is_dates(variable: xr.Variable) -> bool:
+    """Return True for datetimes, and for numbers with units such as "hours since 1900-01-01"."""
+    return variable.dtype.kind == "M" or " since " in str(variable.attrs.get("units", ""))
+
+
+def decode_times(variable: xr.Variable) -> np.ndarray:
+    """Return datetime64[s], rounded, of CF times ("hours since 1900-01-01").
 
     Raises DataError without units and for calendars other than that of analyses.
     """
     if variable.dtype.kind == "M":
         return variable.values.astype("datetime64[s]")
-    units = str(variable.attrs.get("units", "")) or f"hours since {reference}" * bool(reference)
+    units, calendar = (str(variable.attrs.get(key, "")) for key in ("units", "calendar"))
+    fix = 'write numbers in units such as "hours since 1900-01-01", in the standard calendar'
     if not units:
         raise DataError('its time has no units; give it the attribute units, as "hours since 1900-01-01"')
-    attrs = {"units": units, "calendar": str(variable.attrs.get("calendar", "standard"))}
+    if calendar.lower() not in ("", "standard", "gregorian", "proleptic_gregorian"):
+        years = f"its time has the calendar {calendar!r}, of years that differ from those of analyses"
+        raise DataError(f"{years}; convert it to the standard calendar (xarray's convert_calendar)")
+    attrs = {"units": units, "calendar": calendar.lower() or "standard"}
     stored, numbers = np.asarray(variable.values), unpacked(variable)
     fills = [np.ravel(variable.attrs.get(key, [])) for key in ("_FillValue", "missing_value")]
     is_missing = np.isin(stored, [fill for each in fills if each.dtype.kind in "iuf" for fill in each])
@@ -244,7 +292,6 @@ def decode_times(variable: xr.Variable, reference: str = "") -> np.ndarray:
             times = np.where(np.abs(hours - times) < after - times, hours, times)
     except Exception:  # pandas and xarray raise their own
         reason = f"units {units!r} and calendar {attrs['calendar']!r}, which are not dates of analyses"
-        fix = 'write numbers in units such as "hours since 1900-01-01", in the standard calendar'
         raise DataError(f"its time has {reason}; {fix}") from None
     half = np.timedelta64(500_000_000, "ns")  # hours stored as float32 are off by seconds
     times = (times + half).astype("datetime64[s]")
@@ -253,6 +300,21 @@ def decode_times(variable: xr.Variable, reference: str = "") -> np.ndarray:
 
 def _decode_numbers(numbers: np.ndarray, attrs: Mapping[str, str]) -> np.ndarray:
     """Return datetime64[ns] of numbers in the units and calendar of `attrs`. Raises what xarray raises."""
+    early = re.fullmatch(r"(\w+) since (\d{1,4})-(\d{1,2})-(\d{1,2})(.*)", attrs["units"].strip())
+    if early and 0 < int(early[2]) < EARLIEST_YEAR:
+        # pandas cannot count from there: from 1970 on, after as many days as lie between.
+        year, month, day = (int(early[i]) for i in (2, 3, 4))
+        start = np.datetime64(f"{year:04d}-{month:02d}-{day:02d}")
+        days = int((np.datetime64("1970-01-01") - start) / np.timedelta64(1, "D"))
+        if attrs["calendar"] != "proleptic_gregorian" and start < GREGORIAN:
+            if start > np.datetime64("1582-10-04"):
+                raise ValueError("the calendar has no such day")
+            before = year - (month < 3)
+            days -= before // 100 - before // 400 - 2  # leap days of centuries
+        days_of_unit = pd.Timedelta(1, unit=early[1].lower()) / pd.Timedelta(1, unit="day")  # type: ignore
+        shift = np.round(days / days_of_unit).astype(np.int64)
+        numbers = numbers.astype(np.float64 if numbers.dtype.kind == "f" else np.int64) - shift
+        attrs = {**attrs, "units": f"{early[1]} since 1970-01-01{early[5]}"}
     coder = xr.coders.CFDatetimeCoder(use_cftime=False, time_unit="ns")
     dims = [f"dim_{i}" for i in range(numbers.ndim)]
     times = decode_cf_variable("time", xr.Variable(dims, numbers, attrs), decode_times=coder).values
@@ -261,12 +323,14 @@ def _decode_numbers(numbers: np.ndarray, attrs: Mapping[str, str]) -> np.ndarray
     return times.astype("datetime64[ns]")
 
 
-def coordinate_times(file: OpenFile, name: str) -> np.ndarray:
-    """Return a time coordinate; NaT outside the range that ARCO-ERA5 declares valid (its axis continues)."""
+def coordinate_times(file: OpenFile, name: str, at: Mapping[str, int] | None = None) -> np.ndarray:
+    """Return the dates (T,) of a coordinate; NaT outside the range that ARCO-ERA5 declares valid.
+
+    at: positions on its dimensions that are not the axis. Raises DataError.
+    """
     if name not in file.arrays:
         raise DataError(f"its dimension {name!r} has no coordinate with dates")
-    reference = b"".join(np.atleast_1d(file.fetch("reftime")).tolist()) if "reftime" in file.arrays else b""
-    times = decode_times(file.arrays[name], reference.decode())
+    times = np.atleast_1d(decode_times(file.arrays[name].isel(at or {})))
     if "valid_time_start" in file.attrs and "valid_time_stop" in file.attrs:
         first, last = (np.datetime64(str(file.attrs[f"valid_time_{end}"])[:10]) for end in ("start", "stop"))
         is_valid = (times >= first) & (times < last + np.timedelta64(1, "D"))
@@ -279,23 +343,53 @@ def select_elements(
 ) -> dict[int, int]:
     """Return the positions that are read of the dimensions without a role: number of a dimension -> position.
 
-    Raises ConfigError for a label that is not there, DataError for dates as values, and for a dimension of
-    which no element is selected.
+    Raises DataError for dates as values, for a dimension of which no element is selected, and for a selected
+    label that it lacks.
     """
     if " since " in str(variable.attrs.get("units", "")):
         raise DataError(f"its units are {variable.attrs['units']!r}: dates")
     positions = {}
-    for axis, (dim, size, role) in enumerate(
-        zip(map(str, variable.dims), variable.shape, roles, strict=True)
-    ):
-        if role:
+    for axis, (dim, size) in enumerate(zip(map(str, variable.dims), variable.shape, strict=True)):
+        if roles[axis]:
             continue
-        labels = dim_labels(file, dim, size)
-        if dim not in selection and size > 1:
+        labels, label = dim_labels(file, dim, size), selection.get(dim)
+        if label is None and size > 1:
+            what = f"it has a dimension {dim} of size {size}"
             fix = f"choose one with data.select = ['{dim}={labels[0]}']"
-            raise DataError(f"it has a dimension {dim} of size {size}; {fix}")
-        if dim in selection and selection[dim] not in labels:
-            choice = ", ".join(labels[:5]) + (f" ... {labels[-1]}" if len(labels) > 5 else "")
-            refuse(SELECT, [f"{dim}={selection[dim]}"], f"{dim} has {choice}; take one of them")
-        positions[axis] = labels.index(selection[dim]) if dim in selection else 0
+            if "time" not in roles:
+                fix = f"if it has the dates, call it time and give it units; else {fix}"
+            raise DataError(f"{what}; {fix}")
+        if label is None or (size == 1 and dim.lower() == HEIGHT):  # the name has the height
+            label = labels[0]
+        position = find_label(labels, label)
+        if position is None:
+            raise DataError(f"its {dim} is {list_labels(labels)}, and data.select takes {label}")
+        positions[axis] = position
     return positions
+
+
+def find_label(labels: Sequence[str], label: str) -> int | None:
+    """Return the position of a label, which may be written as another number is ("80" for "80.0")."""
+    try:
+        return [float(text) for text in labels].index(float(label))
+    except ValueError:
+        return labels.index(label) if label in labels else None
+
+
+def list_labels(labels: Sequence[str]) -> str:
+    """Return the first five labels and the last one as text."""
+    return ", ".join(labels[:5]) + (f" ... {labels[-1]}" if len(labels) > 5 else "")
+
+
+def check_labels(files: Sequence[OpenFile], selection: Mapping[str, str], roles: Mapping[str, str]) -> None:
+    """Raise ConfigError for a selected label that a dimension has in none of the files."""
+    for dim, label in selection.items():
+        labels: list[str] = []
+        for file in files:
+            sizes = {array.sizes[dim] for array in file.arrays.values() if dim in array.dims}
+            sizes -= {1} if dim.lower() == HEIGHT else set()
+            if not file.role(dim, roles):
+                labels += [label for size in sizes for label in dim_labels(file, dim, size)]
+        if labels and find_label(labels, label) is None:
+            choice = list_labels(list(dict.fromkeys(labels)))
+            refuse(SELECT, [f"{dim}={label}"], f"{dim} has {choice}; take one of them")

@@ -1,20 +1,25 @@
 """Arrays of a file as fields in normal form; the layout is found from the content."""
 
-import os
 import re
 from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 import numpy as np
 import pandas as pd
+import xarray as xr
 
 from datasets.fields import Decoding, Field, find_decoding, find_orientation
 from datasets.files import (
+    FORECAST_ROLES,
+    HEIGHT,
     ROLES,
     TRAINING_STORE,
     OpenFile,
+    check_labels,
     coordinate_times,
     decode_times,
     find_coordinate,
+    is_dates,
     select_elements,
 )
 from datasets.remote import NO_OPTIONS, Access, describe_error
@@ -22,6 +27,7 @@ from datasets.variables import (
     ON_LEVELS,
     SHORT_NAMES,
     full_name,
+    is_class,
     join_name,
     plain_units,
     surface_or_level,
@@ -30,16 +36,9 @@ from datasets.variables import (
 from errors import ConfigError, DataError
 
 HECTOPASCALS = {"": 1.0, "hPa": 1.0, "Pa": 0.01, "kPa": 10.0, "bar": 1000.0}
+START = "forecast_reference_time"  # CF's standard_name of the dates from which forecasts start
 LABELLED = ("lead", "hour", "dayofyear")  # axes of forecasts and climatologies
 NO_PRESSURES = re.compile("hybrid|sigma|model.?level|height|depth|altitude")
-# NCAR's storm of January 1996 has p, t, u, v in every file. p is near 101,000 Pa even over the Rockies, so it
-# is reduced to mean sea level. t, u, v are fields near the ground; u500 and v500 are stored with them.
-STORM = {
-    "p": "mean_sea_level_pressure",
-    "t": "2m_temperature",
-    "u": "10m_u_component_of_wind",
-    "v": "10m_v_component_of_wind",
-}
 # The channels of the tutorial's `fields`, in FourCastNet's order (Pathak et al. 2022).
 FOURCASTNET = (
     "u10 v10 t2m sp msl t850 u1000 v1000 z1000 u850 v850 z850 u500 v500 z500 t500 z50 r500 r850 tcwv"
@@ -61,7 +60,9 @@ def open_fields(
     selection, fields, unreadable = selection or {}, [], {}
     try:
         with np.errstate(invalid="ignore"):  # coordinates without numbers are refused in one line
-            for file in OpenFile.open(path, access):
+            files = OpenFile.open(path, access)
+            check_labels(files, selection, roles)
+            for file in files:
                 if file.arrays.keys() == {"fields"} and file.arrays["fields"].ndim == 4:
                     fields += open_tutorial(file)
                 elif {"data", "latitudes", "longitudes", "dates"} <= file.arrays.keys():
@@ -79,6 +80,14 @@ def open_fields(
     return fields, unreadable
 
 
+def dataset_fields(path: str, dataset: xr.Dataset) -> tuple[list[Field], dict[str, str]]:
+    """Return the fields of a dataset in memory, and the reasons for unreadable arrays. Raises DataError."""
+    unreadable: dict[str, str] = {}
+    arrays = {str(name): variable for name, variable in dataset.variables.items()}
+    roles = {name: role for role, names in ROLES.items() for name in names}
+    return _named_fields(OpenFile(path, arrays, dataset.attrs, arrays), roles, {}, unreadable), unreadable
+
+
 def _named_fields(
     file: OpenFile, roles_of: Mapping[str, str], selection: Mapping[str, str], unreadable: dict[str, str]
 ) -> list[Field]:
@@ -86,45 +95,135 @@ def _named_fields(
     north, east = (find_coordinate(file, role, roles_of) for role in ("latitude", "longitude"))
     _refuse_radians(file, north, east)
     orientation = find_orientation(file.fetch(north), file.fetch(east))
-    fields, axes = [], dict[str, np.ndarray]()
+    fields, axes, role_of_dim = [], dict[str, np.ndarray](), file.dim_roles(roles_of)
+    coordinates = find_coordinates(file, roles_of)
     for name, variable in file.arrays.items():
         dims = [str(dim) for dim in variable.dims]
-        roles = tuple(file.role(dim, roles_of) for dim in dims)
+        roles = [role_of_dim[dim] for dim in dims]
         if not {"latitude", "longitude"} <= set(roles) or variable.dtype.kind not in "fiub":
             continue
+        if "time" not in roles:  # any name, if it is the only one with dates
+            dated = [i for i, dim in enumerate(dims) if dim in file.arrays and is_dates(file.arrays[dim])]
+            if len(dated) == 1 and not roles[dated[0]]:
+                axis = dims[dated[0]]
+                names = {axis.lower(), str(file.arrays[axis].attrs.get("standard_name"))}
+                roles[dated[0]] = "" if names & {START, *FORECAST_ROLES["time"]} else "time"
         level_dim, names = dims[roles.index("level")] if "level" in roles else None, (full_name(name),)
         try:
-            time_name = find_time_coordinate(file, dims, roles, roles_of)
-            if time_name and time_name not in axes:
-                axes[time_name] = np.atleast_1d(coordinate_times(file, time_name))
+            selected = select_elements(file, variable, roles, selection)
+            at = {dims[i]: position for i, position in selected.items()}
+            times = find_times(file, coordinates, dims, roles, at, axes)
             labelled = {role: dim for role, dim in zip(roles, dims, strict=True) if role in LABELLED}
             axes |= {d: axis_labels(file, d, role) for role, d in labelled.items() if d not in axes}
-            names = _find_names(file, name, level_dim, roles_of)
-            selected = select_elements(file, variable, roles, selection)
-            units, conversion = unit_conversion(names[0], str(variable.attrs.get("units", "")))
-            decoding = find_decoding(name, variable, conversion)
+            levels, reasons = read_levels(file, level_dim) if level_dim else (None, {})
+            names = _find_names(file, name, levels, coordinates.levels, at)
+            full = next(filter(None, names))
+            units, conversion = unit_conversion(full, str(variable.attrs.get("units", "")))
+            decoding = find_decoding(variable, conversion)
         except DataError as error:
             unreadable[names[0].partition(":")[0]] = str(error)
             continue
-        labels = {role: axes[dim] for role, dim in labelled.items()}
-        own = (orientation, decoding, units, tuple(dims), file.chunks(name), selected, labels)
-        times = axes.get(time_name or "")
-        fields.append(Field(file.path, name, file.raw[name], names, roles, times, *own))
+        unreadable |= {f"{full.partition(':')[0]}:{level}": reason for level, reason in reasons.items()}
+        expver = dims[roles.index("expver")] if "expver" in roles else ""
+        versions = file.fetch(expver) if expver in file.arrays else np.zeros(1)
+        field = Field(
+            path=file.path,
+            array=name,
+            raw=file.raw[name],
+            names=names,
+            roles=tuple(roles),
+            times=times,
+            orientation=orientation,
+            decoding=decoding,
+            units=units,
+            dims=tuple(dims),
+            chunks=file.chunks(name),
+            selected=selected,
+            labels={role: axes[dim] for role, dim in labelled.items()},
+            versions=tuple(np.argsort(versions, kind="stable").tolist()),
+            is_class=is_class(full, variable.attrs),
+        )
+        fields.append(field)
     return fields
 
 
-def find_time_coordinate(
-    file: OpenFile, dims: Sequence[str], roles: Sequence[str], roles_of: Mapping[str, str]
-) -> str | None:
-    """Return the name of the dates of an array: of its axis, or of the single initial date of forecasts; None
-    for a constant field. Raises DataError.
+class Coordinates(NamedTuple):
+    """Names of coordinates of a file that are not of the grid."""
+
+    dates: list[str]
+    starts: list[str]  # initial dates without an axis
+    leads: list[str]
+    levels: list[str]  # without an axis
+
+
+def find_coordinates(file: OpenFile, roles_of: Mapping[str, str]) -> Coordinates:
+    """Return the coordinates of a file that tell dates and levels of its fields."""
+    times = [name for name in file.arrays if file.role(name, roles_of) == "time"]
+    scalars = [name for name, array in file.arrays.items() if array.shape == ()]
+    leads = [
+        name
+        for name, array in file.arrays.items()
+        if name.lower() in FORECAST_ROLES["lead"] or array.attrs.get("standard_name") == "forecast_period"
+        if array.dtype.kind in "fium"
+    ]
+    return Coordinates(
+        dates=[name for name in times if is_dates(file.arrays[name])],
+        starts=[name for name in scalars if name in times and name.lower() != "valid_time"],
+        leads=leads,
+        levels=[name for name in scalars if file.role(name, roles_of) == "level"],
+    )
+
+
+def find_times(
+    file: OpenFile,
+    coordinates: Coordinates,
+    dims: Sequence[str],
+    roles: Sequence[str],
+    at: Mapping[str, int],
+    known: dict[str, np.ndarray],
+) -> np.ndarray | None:
+    """Return the dates (T,) of an array: of its time axis, or the single initial date of forecasts; None for
+    a constant field. Raises DataError, too, where it is not clear which of two coordinates has the dates.
+
+    at: positions on dimensions that are no axis. known: dates that arrays of this file share, by coordinate.
     """
-    if "time" in roles or "lead" not in roles:
-        return dims[roles.index("time")] if "time" in roles else None
-    for name, variable in file.arrays.items():
-        if variable.shape == () and file.role(name, roles_of) == "time" and name.lower() != "valid_time":
-            return name
-    raise DataError("it has no initial date")
+
+    def read(name: str) -> np.ndarray:
+        positions = {dim: i for dim, i in at.items() if name in file.arrays and dim in file.arrays[name].dims}
+        key = f"{name} at {positions}"
+        if key not in known:
+            known[key] = coordinate_times(file, name, positions)
+        return known[key]
+
+    def standard_name(name: str) -> str:
+        return str(file.arrays[name].attrs.get("standard_name", "")) if name in file.arrays else ""
+
+    if "time" not in roles:
+        if "lead" in roles and not coordinates.starts:
+            raise DataError("it has no initial date")
+        return read(coordinates.starts[0]) if "lead" in roles else None
+    axis = dims[roles.index("time")]
+    if "lead" in roles:
+        return read(axis)
+    # Analyses. cfgrib writes forecasts with the start in `time`, the date in `valid_time`, and the lead.
+    along = {name: {*map(str, file.arrays[name].dims)} for name in (*coordinates.dates, *coordinates.leads)}
+    others = [name for name in coordinates.dates if name != axis and {axis} <= along[name] <= {axis, *at}]
+    candidates = [axis, *others] if axis in file.arrays or not others else others
+    named = [name for name in candidates if standard_name(name) == "time" or name == axis == "valid_time"]
+    if not named and standard_name(axis) == START:
+        named = others
+    first, *rest = named or candidates
+    for name in rest:
+        if not np.array_equal(read(name), read(first)):
+            why = f"{first!r} and {name!r} are different dates of the same fields"
+            raise DataError(f"its {why}; give the one with the dates of validity the standard_name 'time'")
+    # What is read of a dimension of leads has no date on the axis of starts.
+    for name in (name for name in coordinates.leads if along[name] <= {*at}):
+        lead = np.nan_to_num(file.arrays[name].isel(at, missing_dims="ignore").values.astype(np.float64))
+        if first == axis and lead.any() and (name in at or first not in named):
+            why = f"its {axis!r} has the starts of forecasts, whose {name!r} is {lead:g}"
+            raise DataError(f"{why}: give the file a coordinate valid_time, with the standard_name 'time'")
+    return read(first)
 
 
 def axis_labels(file: OpenFile, dim: str, role: str) -> np.ndarray:
@@ -161,29 +260,41 @@ def _refuse_radians(file: OpenFile, north: str, east: str) -> None:
 
 
 def _find_names(
-    file: OpenFile, name: str, level_dim: str | None, roles: Mapping[str, str]
+    file: OpenFile,
+    name: str,
+    levels: Sequence[int | None] | None,
+    scalars: Sequence[str],
+    at: Mapping[str, int],
 ) -> tuple[str, ...]:
-    """Return the names of an array, one for each level; a scalar level coordinate is a level."""
-    scalars = [each for each, a in file.arrays.items() if a.shape == () and file.role(each, roles) == "level"]
-    if TRAINING_STORE in file.attrs and "variable" in file.arrays[name].attrs:
-        return (str(file.arrays[name].attrs["variable"]),)
-    if "reftime" in file.arrays and name in STORM and not level_dim:
-        digits = re.search(r"\d+", os.path.basename(file.path))
-        return (join_name(SHORT_NAMES[name], int(digits[0])) if digits else STORM[name],)
-    if name == "LSMASK":
-        return ("land_sea_mask",)
-    full = SHORT_NAMES.get(name, SHORT_NAMES.get(name.lower(), name)) if level_dim else full_name(name)
-    if level_dim or (scalars and full in ON_LEVELS):
-        return tuple(join_name(full, level) for level in _read_levels(file, level_dim or scalars[0]))
+    """Return the names of an array, one for each level, "" for one without a name.
+
+    scalars: coordinates of one level. at: positions on dimensions that are no axis.
+    """
     attrs = file.arrays[name].attrs
-    described = " ".join(
-        str(attrs.get(key, "")) for key in ("long_name", "standard_name", "GRIB_typeOfLevel")
-    )
-    return (surface_or_level(name, [*file.arrays], described),)
+    if TRAINING_STORE in file.attrs and "variable" in attrs:
+        return (str(attrs["variable"]),)
+    full = full_name(name) if levels is None else SHORT_NAMES.get(name, SHORT_NAMES.get(name.lower(), name))
+    if levels is None and scalars and full in ON_LEVELS:
+        levels, reasons = read_levels(file, scalars[0])
+    if levels is not None:
+        return tuple(join_name(full, level) if level else "" for level in levels)
+    keys = ("long_name", "standard_name", "GRIB_typeOfLevel", "coordinates")
+    full = surface_or_level(name, [*file.arrays], " ".join(str(attrs.get(key, "")) for key in keys))
+    surface = str(attrs.get("GRIB_typeOfLevel", ""))
+    if full not in ON_LEVELS or not surface or surface.startswith("isobaric"):
+        return (full,)
+    # GRIB has a variable on many kinds of surfaces: they are not the one on pressure levels.
+    for height in (name for name in file.arrays if name.lower() == surface.lower() == HEIGHT):
+        value = file.arrays[height].isel(at, missing_dims="ignore").values
+        if value.ndim == 0:
+            return (f"{float(value):g}m_{full}",)
+    return (f"{full}_at_" + re.sub("([A-Z])", r"_\1", surface).lower(),)
 
 
-def _read_levels(file: OpenFile, name: str) -> list[int]:
-    """Return pressure levels as whole hPa."""
+def read_levels(file: OpenFile, name: str) -> tuple[list[int | None], dict[str, str]]:
+    """Return pressure levels as whole hPa, None for others, and for these the reason by their hPa. Raises
+    DataError if it has no pressures, or none in whole hPa.
+    """
     if name not in file.arrays:
         raise DataError(f"its dimension {name!r} has no coordinate with pressures")
     values, attrs = np.atleast_1d(file.fetch(name)).astype(np.float64), file.arrays[name].attrs
@@ -194,9 +305,12 @@ def _read_levels(file: OpenFile, name: str) -> list[int]:
     if units not in HECTOPASCALS:
         raise DataError(f"its {name!r} has units {units!r}, which are no pressure: write levels in hPa")
     values = values * (HECTOPASCALS[units] if units or not values.max() > 1100 else 0.01)
-    if not (np.abs(values - np.round(values)).max() <= 1e-3 and values.min() >= 0.5):
+    is_named = (np.abs(values - np.round(values)) <= 1e-3) & (values >= 0.5)
+    if not (is_named.any() and np.isfinite(values).all()):
         raise DataError(f"its {name!r} has levels that are not whole hPa: {values.tolist()}")
-    return [int(value) for value in np.round(values)]
+    reason = "names have whole hPa: the level is left out"
+    unnamed = {f"{value:g}": reason for value in values[~is_named]}
+    return [int(np.round(v)) if ok else None for v, ok in zip(values, is_named, strict=True)], unnamed
 
 
 # -- layouts without named axes: the HDF5 of the NERSC tutorial, and the Zarr of anemoi-datasets

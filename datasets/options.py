@@ -15,7 +15,6 @@ from config import Data
 from datasets.channels import Channels
 from errors import SECRET_NAME, refuse
 
-PREFETCH = 2  # batches read ahead in training (by each process): one is read while the next one waits
 COPIES_AHEAD = 2  # batches that are being copied to a GPU, or are there already (training/batches.py)
 SELECT, STORAGE_OPTIONS = "data.select", "data.storage_options"
 INSTEAD = "the environment (AWS_SECRET_ACCESS_KEY, GOOGLE_APPLICATION_CREDENTIALS) or a credentials file"

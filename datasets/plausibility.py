@@ -69,3 +69,19 @@ def log_implausible(variables: Sequence[str], dates: np.ndarray, counts: np.ndar
             if column.any():
                 first = f"the first at {dates[np.flatnonzero(column)[0]]}"
                 logger.warning(f"data.path: {name}: {int(column.sum())} values {kind}, {first}")
+
+
+def check_static(static: dict[str, np.ndarray], path: str) -> None:
+    """Log the fraction of missing cells of constant fields (H, W), which are set to the mean of the others.
+    Raises DataError for infinite values, undeclared fill values and a field without a value.
+    """
+    for name, field in static.items():
+        refuse_fills(field[None], [name], "all dates", path)
+        if np.isinf(field).any():
+            number = np.isinf(field).sum()
+            raise DataError(f"{path!r}: {name} is infinite in {number} cells; give them a value, or NaN")
+        missing = np.isnan(field).mean()
+        if missing == 1:
+            raise DataError(f"{path!r}: {name} is missing in all cells; leave it out, or give it values")
+        if missing:
+            logger.warning("%s: %.1f %% of its cells are missing and get the mean", name, 100 * missing)

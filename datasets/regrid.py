@@ -13,14 +13,16 @@ from datasets.grid import Grid, latitude_bounds, longitude_bounds
 # Adjacent cells can overlap by rounding: overlaps below this fraction of a cell are ignored.
 SLIVER = 1e-6
 WHOLE = 1 - 1e-3  # of a target cell that the source covers
+LEAST = 0.5 - 1e-6  # of a target cell that has values, for it to have one
 
 
 class Regridder:
     """Fields (..., H_s, W_s) on one grid -> (..., H_t, W_t) on another, computed in float64.
 
-    A target value is the area mean of the source cells under it. NaN has no weight: the mean is over the
-    other cells, NaN where there are none. An infinite cell makes the cells above it infinite: a forecast that
-    blew up is not missing.
+    A target value is the area mean of the source cells under it, or of numbered classes the class with the
+    largest share. NaN has no weight: the mean is over the other cells, and a target cell of which they cover
+    less than half is NaN. An infinite cell makes the cells above it infinite: a forecast that blew up is not
+    missing.
     """
 
     def __init__(self, source: Grid, target: Grid, device: torch.device | str = "cpu") -> None:
@@ -30,19 +32,28 @@ class Regridder:
         self.columns = torch.from_numpy(columns).T.contiguous().to(device)  # (W_s, W_t)
         self.weight = self.rows.sum(1)[:, None] * self.columns.sum(0)  # (H_t, W_t), 0 outside the source
         heights = -np.diff(np.sin(np.deg2rad(latitude_bounds(target.latitude))))
-        areas = heights[:, None] * np.diff(longitude_bounds(target.longitude))
-        self.covered = self.weight > WHOLE * torch.from_numpy(areas).to(device)  # (H_t, W_t) bool
+        areas = torch.from_numpy(heights[:, None] * np.diff(longitude_bounds(target.longitude))).to(device)
+        self.covered, self.least = self.weight > WHOLE * areas, LEAST * areas  # (H_t, W_t)
 
-    def __call__(self, fields: Tensor) -> Tensor:
-        """Return the fields on the target grid, of the same dtype."""
+    def __call__(self, fields: Tensor, is_class: bool = False) -> Tensor:
+        """Return the fields on the target grid, of the same dtype. is_class: they are numbers of classes."""
         assert fields.shape[-2:] == self.source.shape
+        if is_class:
+            classes = fields[torch.isfinite(fields)].unique()
+            shares = torch.stack([self._sum((fields == number).double()) for number in classes])
+            largest = classes[shares.argmax(0)]
+            return torch.where(shares.sum(0) >= self.least, largest, torch.nan).to(fields.dtype)
         total, weight = self._sum(fields.double()), self.weight
         if not torch.isfinite(total).all():
             weight = self._sum(torch.isfinite(fields).double())
             total = self._sum(torch.nan_to_num(fields.double(), 0, 0, 0))
             infinite = self._sum(torch.isinf(fields).double()) > 0
-            total, weight = torch.where(infinite, torch.inf, total), torch.where(infinite, 1.0, weight)
-        return torch.where(weight > 0, total / weight, torch.nan).to(fields.dtype)
+            total, weight = (
+                torch.where(infinite, torch.inf, total),
+                torch.where(infinite, self.weight, weight),
+            )
+        is_covered = (weight >= self.least) | torch.isinf(total)
+        return torch.where(is_covered, total / weight, torch.nan).to(fields.dtype)
 
     def _sum(self, fields: Tensor) -> Tensor:
         """Return weighted sums, rows first: to a coarser grid that is half the work of columns first."""

@@ -4,6 +4,7 @@ Opening a selection also checks the [data] section against the data. Shapes: H l
 longitudes, T dates, h states of a window (datasets/field_dataset.py).
 """
 
+import glob
 import logging
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
@@ -11,26 +12,24 @@ from pathlib import Path
 from typing import NoReturn
 
 import numpy as np
-import torch
 
-from config import SIMULATED, Data, in_project
-from datasets import simulated
-from datasets.archive import Archive, open_archive, read_all_fields
+from config import RANDOM, SIMULATED, Data, in_project
+from datasets.archive import Archive, TrainingStore, find_store, open_archive, read_static_field
 from datasets.channels import Channels
-from datasets.dates import evenly_spaced, find_gaps, is_inside
+from datasets.convert import Request, check_first_start, convert_for
+from datasets.dates import evenly_spaced, find_gaps, is_inside, usual_hours
 from datasets.field_dataset import window_steps
-from datasets.fields import NamedFields
 from datasets.files import is_zarr
 from datasets.forcings import check_forcings
-from datasets.grid import Grid
 from datasets.options import check_selection, is_whole_day, parse_period, parse_selection
-from datasets.plausibility import refuse_fills
-from datasets.regrid import Regridder
-from datasets.remote import NO_OPTIONS, Access, is_url, protocol_of
-from errors import ConfigError, DataError, refuse
+from datasets.plausibility import check_static, refuse_fills
+from datasets.random_fields import RandomFields
+from datasets.remote import Access, is_url, protocol_of
+from datasets.simulated import ensure_simulated
+from errors import ConfigError, refuse
 
 logger = logging.getLogger(__name__)
-SIMULATED_PATH = "outputs/simulated.zarr"
+SIMULATED_PATH = "outputs/stores/simulated.zarr"
 
 
 @dataclass(frozen=True)
@@ -55,7 +54,7 @@ class Selection:
         rows = self.around(dates, [*window_steps(self.history), *later], self.available(dates))
         whole = (rows >= 0).all(axis=1)
         if not whole.any():
-            self._refuse(period, later[-1], self.history, "data.step_hours or training.rollout_steps")
+            self._refuse(period, later[-1], self.history, "training.rollout_steps, or set data.step_hours")
         return rows[whole]
 
     def samples_by_lead(
@@ -89,7 +88,8 @@ class Selection:
 
     def _refuse(self, period: str, offset: int, history: int, key: str) -> NoReturn:
         hours, count = (offset * self.step).astype("timedelta64[h]"), len(self._dates(period))
-        reason = f"data.{period}_period: none of its {count} dates has another {hours} later"
+        usual = f"the data are {usual_hours(self.archive.times):g} hours apart"
+        reason = f"data.{period}_period: none of its {count} dates has another {hours} later ({usual})"
         if history > 1:
             reason += f", and the {history - 1} before it that data.history = {history} needs"
         raise ConfigError(f"{reason}: make the period longer, or lower {key}")
@@ -122,12 +122,14 @@ def open_selection(
     lead_hours: Sequence[int],
     rollout_steps: int = 1,
     elsewhere: Collection[str] = (),
+    archive: Archive | None = None,
 ) -> Selection:
     """Open `data.path` and check the configuration against it. Raises ConfigError or DataError.
 
-    elsewhere: dimensions of other sources, which `data.select` may name too.
+    elsewhere: dimensions of other sources, which `data.select` may name too; archive: of data.path, if it is
+    open.
     """
-    opened = open_without_periods(data, patch_size, elsewhere)
+    opened = open_without_periods(data, patch_size, elsewhere, archive)
     train, validation = _split(opened.archive.times, data)
     selection = replace(opened, train=train, validation=validation)
     selection.samples("train", range(1, 1 + rollout_steps))
@@ -137,8 +139,69 @@ def open_selection(
     return selection
 
 
+def open_for_training(
+    data: Data, patch_size: tuple[int, int], lead_hours: Sequence[int], rollout_steps: int, may_convert: bool
+) -> Selection:
+    """Open what a run trains on, or will be converted for it: the training store, or the source of one.
+
+    may_convert: True in the process that starts a run before its ranks exist, which calls `convert_selection`
+    after its checks; the ranks find a complete store. Raises ConfigError or DataError.
+    """
+    checks = (patch_size, lead_hours, rollout_steps)
+    if is_trained_directly(data):
+        return open_selection(data, *checks)
+    if may_convert:
+        if not is_url(data.path) and not glob.glob(data.path.removeprefix("file://")):
+            fix = "name your analyses, or take --data.path random for a trial without data"
+            refuse("data.path", data.path, f"there is no such file or folder; {fix}")
+        return open_selection(data, *checks, archive=open_source(data))
+    store = stored(data)
+    if not find_store(store.path):
+        check_first_start(data)
+    return open_selection(store, *checks)
+
+
+def convert_selection(
+    data: Data,
+    patch_size: tuple[int, int],
+    lead_hours: Sequence[int],
+    rollout_steps: int,
+    selection: Selection,
+) -> Selection:
+    """Return the selection of the training store, which is written if it lacks something of the source.
+
+    selection: of `open_for_training`. Raises ConfigError, DataError or RunFailed.
+    """
+    if is_trained_directly(data) or isinstance(selection.archive, TrainingStore):
+        return selection
+    store = stored(data)
+    convert_for(data, Path(store.path), selection.archive)
+    return open_selection(store, patch_size, lead_hours, rollout_steps)
+
+
+def is_trained_directly(data: Data) -> bool:
+    """Return True if data.path is a training store, of which all is taken, or weather that is made up."""
+    is_changed = bool(data.more_paths or data.select or data.region or data.static_path)
+    return data.path in (SIMULATED, RANDOM) or bool(find_store(data.path) and not is_changed)
+
+
+def stored(data: Data) -> Data:
+    """Return the settings with the training store of a configuration in the place of its source."""
+    path = data.store_path or str(Request.of(data).default_target())
+    plain = {"more_paths": (), "select": (), "region": (), "static_path": "", "storage_options": ()}
+    return replace(data, path=path, **plain)
+
+
+def open_source(data: Data) -> Archive:
+    """Open what data.path and data.more_paths name. Raises ConfigError or DataError."""
+    if data.path == RANDOM:
+        return RandomFields(data)
+    path = str(ensure_simulated(in_project(SIMULATED_PATH))) if data.path == SIMULATED else data.path
+    return open_archive(path, parse_selection(data.select), access_of(data), data.region, data.more_paths)
+
+
 def open_without_periods(
-    data: Data, patch_size: tuple[int, int], elsewhere: Collection[str] = ()
+    data: Data, patch_size: tuple[int, int], elsewhere: Collection[str] = (), archive: Archive | None = None
 ) -> Selection:
     """Open `data.path` without checking its periods: a forecast may start from analyses of other years.
 
@@ -146,10 +209,7 @@ def open_without_periods(
     """
     check_forcings(data.forcings)
     variables, selection, access = Channels.of(data).variables, parse_selection(data.select), access_of(data)
-    path = data.path
-    if path == SIMULATED:
-        path = str(simulated.ensure_simulated(in_project(SIMULATED_PATH)))
-    archive = open_archive(path, selection, access, data.region, data.more_paths)
+    archive = archive or open_source(data)
     here = {name: label for name, label in selection.items() if name not in elsewhere}
     check_selection(here, archive.extra_dimensions, archive.path)
     archive.check(variables)
@@ -166,19 +226,6 @@ def open_without_periods(
     return Selection(archive, variables, static, step, nothing, nothing, data.history)
 
 
-def check_static(static: dict[str, np.ndarray], path: str) -> None:
-    """Log the fraction of missing cells of constant fields (H, W), which are set to the mean of the others.
-    Raises DataError for infinite values and undeclared fill values.
-    """
-    for name, field in static.items():
-        refuse_fills(field[None], [name], "all dates", path)
-        if np.isinf(field).any():
-            number = np.isinf(field).sum()
-            raise DataError(f"{path!r}: {name} is infinite in {number} cells; give them a value, or NaN")
-        if missing := np.isnan(field).mean():
-            logger.warning("%s: %.1f %% of its cells are missing and get the mean", name, 100 * missing)
-
-
 def access_of(data: Data) -> Access:
     """Return the options for reading URLs of a run: data.path, and others of the same protocol."""
     return Access(data.storage_options, protocol_of(data.path))
@@ -189,31 +236,6 @@ def check_outside_source(key: str, folder: str, path: str) -> None:
     is_local_store = not is_url(path) and is_zarr(path)
     if is_local_store and Path(folder).resolve().is_relative_to(Path(path).resolve()):
         refuse(key, folder, f"is inside the store {path!r} that is read; choose another folder")
-
-
-def read_static_field(
-    path: str,
-    name: str,
-    target: Grid,
-    selection: dict[str, str] | None = None,
-    access: Access = NO_OPTIONS,
-) -> np.ndarray:
-    """Return a field (H, W) float32 of some file, conservatively regridded if it is not on the target grid.
-
-    Of a variable with times the first date counts. Raises DataError if the file has no such field, or its
-    grid is wholly outside the target.
-    """
-    fields, unreadable = read_all_fields(path, selection, access)
-    own = [field for field in fields if name in field.names] or fields
-    field, position = NamedFields(path, own, unreadable).find(name)[0]
-    source, values = field.orientation.grid, field.read_one(position)
-    if source.same_as(target):
-        return values
-    regridded = Regridder(source, target)(torch.from_numpy(values)).numpy()
-    if np.isnan(regridded).all():
-        place = f"latitudes {target.latitude[0]:g} to {target.latitude[-1]:g}"
-        raise DataError(f"{path!r} has no {name!r} on the grid of data.path, {place}")
-    return regridded
 
 
 def initial_dates(selection: Selection, period: tuple[str, ...], interval_hours: int) -> np.ndarray:

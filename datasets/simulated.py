@@ -18,8 +18,11 @@ from pathlib import Path
 import numpy as np
 import torch
 import xarray as xr
+import zarr
 from scipy.special import assoc_legendre_p_all
 
+from datasets.archive import archive_of_dataset
+from datasets.convert import Conversion, Request, read_attributes
 from errors import DataError
 
 
@@ -259,36 +262,37 @@ def simulate(num_years: int, num_days: int, seed: int, parameters: Parameters) -
     hours = np.arange(4 * num_days) * np.timedelta64(6, "h")
     times = np.concatenate([np.datetime64(f"{FIRST_YEAR + year}", "ns") + hours for year in range(num_years)])
     dataset = xr.Dataset(coords=dict(zip(dims, (times, list(LEVELS), LATITUDE, LONGITUDE), strict=True)))
-    dataset.time.encoding = {"units": "hours since 1959-01-01", "dtype": "int64"}
-    codec = {"id": "blosc", "cname": "lz4", "clevel": 5, "shuffle": 2}  # 2: shuffles bits
     arrays = [record[:, 0:2], record[:, 2:4], record[:, 4:6], record[:, 6], *static]
     for (name, texts), array in zip(ATTRIBUTES.items(), arrays, strict=True):
         array.attrs = dict(zip(("long_name", "standard_name", "units"), texts, strict=True))
-        chunks = (min(100, len(array)), *array.shape[1:])
-        array.encoding = {"compressors": codec, "chunks": chunks, "_FillValue": None}
         dataset[name] = array
     return dataset
 
 
 def ensure_simulated(path: str | Path, seed: int = 0) -> Path:
-    """Return `path` after writing the record there as Zarr 2, unless the same record is there already.
+    """Return `path` after writing the record there as a training store, unless the same record is there
+    already.
 
     Safe for concurrent processes. Replaces other records. Raises DataError if `path` is not simulated data.
     """
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
-    partial, attributes = path.with_name(f".{path.name}.partial"), path / ".zattrs"
     identity = json.dumps([VERSION, NUM_YEARS, NUM_DAYS, seed, asdict(DEFAULTS)])
     fingerprint = hashlib.sha256(identity.encode()).hexdigest()[:16]
+    request = Request(("memory://simulated",), dtype="float32", step_hours=6)
     with path.with_name(f".{path.name}.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)  # the kernel releases the lock even if the process dies
-        stored = json.loads(attributes.read_text()).get(FINGERPRINT) if attributes.is_file() else None
+        stored = read_attributes(path).get(FINGERPRINT)
         if stored is None and path.exists():
             raise DataError(f"path = {path}: this is not simulated data; remove it or choose another path")
         if stored != fingerprint:
-            start = time.perf_counter()
-            dataset = simulate(NUM_YEARS, NUM_DAYS, seed, DEFAULTS).assign_attrs({FINGERPRINT: fingerprint})
-            dataset.to_zarr(partial, mode="w", zarr_format=2, consolidated=True)
+            start, partial = time.perf_counter(), path.with_name(f".{path.name}.partial")
+            dataset = simulate(NUM_YEARS, NUM_DAYS, seed, DEFAULTS)
+            shutil.rmtree(partial, ignore_errors=True)
+            conversion = Conversion(request, partial, archive_of_dataset("memory://simulated", dataset))
+            conversion.run()
+            conversion.group.update_attributes({FINGERPRINT: fingerprint})
+            zarr.consolidate_metadata(conversion.group.store)
             shutil.rmtree(path, ignore_errors=True)
             partial.rename(path)  # only a complete store gets this name
             logger.info("simulated %d years in %.1f s: %s", NUM_YEARS, time.perf_counter() - start, path)

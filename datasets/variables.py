@@ -7,7 +7,7 @@ Sources: WeatherBench2's data guide; ECMWF's parameter database; the CDS NetCDF 
 import difflib
 import math
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from errors import ConfigError, DataError, format_value
@@ -94,7 +94,11 @@ LOWEST_BARE_LEVEL = 20  # hPa, of a channel such as "t50"
 CUSTOMARY_HEIGHT = 10  # m: in many archives winds are at this height next to winds on levels from 50 hPa
 # Words in attributes: names, standard names, GRIB's kinds of levels.
 HEIGHT_WORDS = re.compile(r"met(?:er|re)s?\b|heightaboveground|\d ?m\b")
+OTHER_DEPTHS = re.compile(r"depth|\bsea\b|ocean|soil|snow")
 LEVEL_WORDS = re.compile(r"hpa|isobaric|pressure|mbar|millibar|\bmb\b")
+CLASSES = {"soil_type", "type_of_high_vegetation", "type_of_low_vegetation", "tvh", "tvl", "land_cover"}
+# wgrib2's short names, in lower case.
+NCEP_NAMES = {"ugrd": "u", "vgrd": "v", "tmp": "t", "spfh": "q", "rh": "r", "vvel": "w", "prmsl": "msl"}
 SHORT_NAMES = {short: name for name, each in VARIABLES.items() for short in each.short_names.split()}
 
 
@@ -115,7 +119,8 @@ def full_name(text: str) -> str:
 
 def surface_or_level(text: str, siblings: Iterable[str], described: str = "") -> str:
     """Return the name of an array or channel without a level axis. The number in its short name may be a
-    height above the ground in m or a level in hPa ("u100", "v10"). Raises DataError if it is ambiguous.
+    height above the ground or a depth in m, or a level in hPa ("u100", "v10"). Raises DataError if it is
+    ambiguous.
 
     siblings: names of all arrays or channels there; described: attributes of this one, which decide if they
     can. Otherwise a level of other variables is a level, and so is a gap in a series of levels. 10 is usually
@@ -124,11 +129,15 @@ def surface_or_level(text: str, siblings: Iterable[str], described: str = "") ->
     if text == "z":
         return "geopotential_at_surface"
     name, match = full_name(text), re.fullmatch(r"([a-z]+)(\d+)", text.lower())
+    described, (base, _, level) = described.lower(), name.partition(":")
+    if level and ":" not in text and not LEVEL_WORDS.search(described):
+        if re.search(rf"\b{level}[ -]?m(et(er|re)s?)?\b|heightaboveground", described):
+            return text if OTHER_DEPTHS.search(described) else f"{level}m_{base}"
     if match is None or name not in ON_ONE_SURFACE or SHORT_NAMES.get(match[1]) not in ON_LEVELS:
         return name
     on_level, number = join_name(SHORT_NAMES[match[1]], int(match[2])), int(match[2])
     for words, meaning in ((HEIGHT_WORDS, name), (LEVEL_WORDS, on_level)):
-        if words.search(described.lower()):
+        if words.search(described):
             return meaning
     named = [split_name(full_name(other)) for other in siblings if ":" in full_name(other)]
     own = [level for base, level in named if base == SHORT_NAMES[match[1]] and level]
@@ -178,26 +187,27 @@ def usual_range(variable: str) -> tuple[float, float]:
     return VARIABLES.get(split_name(variable)[0], UNKNOWN).usual_range
 
 
-SPELLINGS = {  # of the data store, of GRIB, of NetCDF's older conventions
+SPELLINGS = {  # of the data store, of GRIB, of NetCDF's older conventions; of units or of one factor
     **dict.fromkeys(("(0 - 1)", "0-1", "~", "-", "dimensionless", "fraction"), "1"),
-    **dict.fromkeys(("kelvin", "degk", "deg_k", "degrees_kelvin"), "K"),
+    **dict.fromkeys(("kelvin", "degk", "deg_k", "degrees_kelvin", "degrees_k", "degree_k"), "K"),
     **dict.fromkeys(("degc", "deg_c", "celsius", "degrees_celsius", "degree_celsius", "°c", "c"), "degC"),
+    **dict.fromkeys(("degrees_c", "degree_c"), "degC"),
     **dict.fromkeys(("degf", "deg_f", "fahrenheit", "degrees_fahrenheit", "degree_fahrenheit", "°f"), "degF"),
+    **dict.fromkeys(("degrees_f", "degree_f"), "degF"),
     **dict.fromkeys(("pa", "pascal", "pascals"), "Pa"),
     **dict.fromkeys(("kpa", "kilopascal", "kilopascals"), "kPa"),
     **dict.fromkeys(("mb", "mbar", "millibar", "millibars", "hpa", "hectopascal", "hectopascals"), "hPa"),
-    **dict.fromkeys(("m/s", "m/sec", "meters/second", "metres/second"), "m s-1"),
-    **dict.fromkeys(("km/h", "kmh", "km/hr", "kph"), "km h-1"),
+    **dict.fromkeys(("kmh", "kph"), "km h-1"),
     **dict.fromkeys(("knots", "knot", "kt", "kts"), "knot"),
-    **dict.fromkeys(("pa/s", "pascal/s", "pascals/s"), "Pa s-1"),
-    **dict.fromkeys(("m2/s2", "m^2/s^2", "m^2 s^-2"), "m2 s-2"),
-    **dict.fromkeys(("gpm", "metres", "meters", "m of water equivalent"), "m"),
-    **dict.fromkeys(("g/kg", "grams/kg", "gram/kg"), "g kg-1"),
-    **dict.fromkeys(("kg/m2", "kg/m^2"), "kg m-2"),
-    "kg/kg": "kg kg-1",
-    "j/m^2": "J m-2",
+    **dict.fromkeys(("gpm", "meter", "metre", "metres", "meters", "m of water equivalent"), "m"),
+    **dict.fromkeys(("sec", "second", "seconds"), "s"),
+    **dict.fromkeys(("hr", "hour", "hours"), "h"),
+    **dict.fromkeys(("d", "days"), "day"),
+    **dict.fromkeys(("gram", "grams"), "g"),
+    "j": "J",
     "percent": "%",
 }
+FACTOR = re.compile(r"([/.*· ]*)([a-z°%]+)\^?([+-]?\d+)?", re.IGNORECASE)
 
 
 class UnitConversion(NamedTuple):
@@ -216,6 +226,7 @@ CONVERSIONS = {  # (units of the data, ours)
     ("knot", "m s-1"): UnitConversion(1852 / 3600),
     ("km h-1", "m s-1"): UnitConversion(1 / 3.6),
     ("m", "m2 s-2"): UnitConversion(9.80665),  # geopotential height
+    ("J kg-1", "m2 s-2"): UnitConversion(),
     ("dam", "m2 s-2"): UnitConversion(98.0665),
     ("g kg-1", "kg kg-1"): UnitConversion(1e-3),
     ("1", "kg kg-1"): UnitConversion(),
@@ -226,13 +237,29 @@ CONVERSIONS = {  # (units of the data, ours)
     ("cm", "m"): UnitConversion(1e-2),
     ("kg m-2", "m"): UnitConversion(1e-3),  # of water
     ("mm", "kg m-2"): UnitConversion(),  # of water
+    ("mm day-1", "kg m-2 s-1"): UnitConversion(1 / 86400),
+    ("mm s-1", "kg m-2 s-1"): UnitConversion(),
 }
 
 
 def plain_units(text: str) -> str:
-    """Return units as this project writes them: "m**2 s**-2" -> "m2 s-2"; unknown ones are kept."""
-    plain = " ".join(text.replace("**", "").split())
-    return SPELLINGS.get(plain.lower(), SPELLINGS.get(text.strip().lower(), plain))
+    """Return units as this project writes them: "m**2/s**2", "m^2 s^-2", "m2.s-2" -> "m2 s-2".
+
+    Unknown ones are kept.
+    """
+    plain = " ".join(text.split())
+    for spelling in (plain.lower(), plain.lower().replace(" ", "_")):
+        if spelling in SPELLINGS:
+            return SPELLINGS[spelling]
+    factors = list(FACTOR.finditer(plain.replace("**", "^")))
+    if "".join(match[0] for match in factors) != plain.replace("**", "^") or len(factors) < 1:
+        return plain
+    written = []
+    for separator, name, exponent in (match.groups() for match in factors):
+        power = int(exponent or 1) * (-1 if "/" in separator else 1)
+        name = SPELLINGS.get(name.lower(), name)
+        written.append(name if power == 1 else f"{name}{power}")
+    return " ".join(written)
 
 
 def find_conversion(theirs: str, ours: str) -> UnitConversion | None:
@@ -248,6 +275,8 @@ def unit_conversion(variable: str, text: str) -> tuple[str, UnitConversion]:
     """
     ours = units(variable)
     conversion = find_conversion(text, ours)
+    if variable == "total_precipitation_24hr" and plain_units(text) == "mm day-1":
+        conversion = CONVERSIONS["mm", "m"]
     if conversion is None:
         raise DataError(f"its units {text!r} cannot be converted to {ours!r}; correct the attribute")
     return ours or text, conversion
@@ -284,7 +313,33 @@ def named_by(chosen: Iterable[str], names: Sequence[str]) -> list[str]:
     return [name for choice in chosen for name in names if choice in (name, name.partition(":")[0])]
 
 
+def is_class(name: str, attrs: Mapping[str, Any]) -> bool:
+    """Return True for a variable of numbered classes, by name or CF's flag_values; a mask is a fraction."""
+    values = attrs.get("flag_values", ())
+    return name in CLASSES or (hasattr(values, "__len__") and len(values) > 2 and name != "land_sea_mask")
+
+
+def known_name(text: str) -> str | None:
+    """Return the known variable that an unknown name may mean: "U10M" and "UGRD_10maboveground" ->
+    "10m_u_component_of_wind"; None for a known name and for one without a likeness.
+    """
+    if text.partition(":")[0] in VARIABLES:
+        return None
+    plain = text.lower()
+    if match := re.fullmatch(r"([a-z]+)_?(\d+)_?(m|mb|hpa|maboveground|m_above_ground)", plain):
+        short, is_height = NCEP_NAMES.get(match[1], match[1]), match[3].startswith("m") and match[3] != "mb"
+        name = SHORT_NAMES.get(f"{short}{match[2]}{'m' * (short in 'td')}" if is_height else short, "")
+        if name:
+            return name if is_height else join_name(name, int(match[2]))
+    short = NCEP_NAMES.get(plain.partition("_")[0], "")
+    known = [*VARIABLES, *(short for short in SHORT_NAMES if len(short) > 3)]
+    close = difflib.get_close_matches(plain, known, n=1, cutoff=0.8)
+    return SHORT_NAMES.get(short) or next((SHORT_NAMES.get(name, name) for name in close), None)
+
+
 def nearest_name(name: str, candidates: Sequence[str]) -> str:
     """Return the candidate most like a missing name, or all, as the end of an error: "; nearest: 'x'"."""
-    close = difflib.get_close_matches(full_name(name), candidates, n=1, cutoff=0.5)
+    wanted = full_name(name)
+    meant = [candidate for candidate in candidates if known_name(candidate) == wanted]
+    close = meant or difflib.get_close_matches(wanted, candidates, n=1, cutoff=0.5)
     return f"; nearest: {close[0]!r}" if close else f"; it has {format_value(list(candidates))}"

@@ -72,8 +72,9 @@ class Node(StaticTCPRendezvous):
 
 
 def forward_signal(number: int, *_: object) -> None:
-    """Send a signal to the ranks alone: torchelastic sends it to their loader processes too, which would end
-    before the save. Before there are ranks, and at a second Ctrl-C, end at once, unless the run has ended.
+    """Send a signal to the ranks alone: torchelastic sends it to the processes that write checkpoints too,
+    which would end before the save. Before there are ranks, and at a second Ctrl-C, end at once, unless the
+    run has ended.
     """
     if any(Node.log_folder.glob(f"*/attempt_{Node.attempt}/{ENDED}")):
         return

@@ -29,7 +29,7 @@ from checkpoints.identity import check_resume
 from config import Config, Data
 from datasets.grid import Grid, latitude_bounds
 from datasets.options import COPIES_AHEAD
-from datasets.selection import Selection, check_outside_source, open_selection
+from datasets.selection import Selection, check_outside_source, convert_selection, open_for_training
 from errors import one_line_errors, print_message, refuse
 from jobs.preemption import started_at
 from models.attention import check_backend
@@ -55,12 +55,19 @@ def open_checked(config: Config) -> Selection:
     check_folder("job.dump_folder", config.dump_folder, config.data)
     lead_hours = config.validation.lead_hours if config.validation.enable else ()
     longest = config.training.states_ahead
-    selection = open_selection(config.data, config.model.patch_size, lead_hours, longest)
+    data, checks = config.data, (config.model.patch_size, lead_hours, longest)
+    # Ranks, which exist already, find a store that is complete.
+    may_convert = int(os.environ.get("WORLD_SIZE", "1")) == 1
+    selection = open_for_training(data, *checks, may_convert)
     check_model(config, selection.archive.grid)
     check_memory(config, len(selection.variables), selection.archive.grid)
+    batch, samples = config.training.local_batch_size, len(selection.samples("train", range(1, 1 + longest)))
+    if batch > samples:
+        fix = f"data.train_period has {samples} samples; lower it, or make the period longer"
+        refuse("training.local_batch_size", batch, fix)
     check_resume(config, selection)
     check_steps(config.dump_folder / "checkpoints", config.training.steps, config.checkpoint.enable)
-    return selection
+    return convert_selection(data, *checks, selection)
 
 
 def check_machine(config: Config) -> None:

@@ -1,7 +1,9 @@
 """Fixtures that several test files share."""
 
 import os
+import shutil
 import signal
+import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -17,11 +19,12 @@ import torch.distributed as dist
 import xarray as xr
 
 from datasets.archive import Archive, open_archive
+from datasets.convert import read_attributes
 from errors import STOP_SIGNALS
 from parallelisms.mesh import start_ranks
 from tests.distributed import Ranks
 from tests.sample_archives import analyses, weatherbench
-from tests.started_jobs import Job
+from tests.started_jobs import ROOT, Job
 
 HANDLERS = {number: signal.getsignal(number) for number in STOP_SIGNALS}
 
@@ -34,6 +37,16 @@ def memory_kib(process: int | str = "self") -> int:
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "slow: takes more than half a minute")
+
+
+def pytest_sessionstart(session: pytest.Session) -> None:
+    """Remove stores that earlier tests have left: pytest gives the names of its folders again."""
+    if hasattr(session.config, "workerinput"):
+        return
+    for store in Path(ROOT, "outputs/stores").glob("*.zarr"):
+        sources = read_attributes(store).get("options", {}).get("source", [])
+        if any(source.startswith(tempfile.gettempdir()) for source in sources):
+            shutil.rmtree(store, ignore_errors=True)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -1,12 +1,7 @@
 """A store of WeatherBench2's metadata with made-up weather: dims, chunks, types and attributes as
 era5/1959-2022-6h-64x32_equiangular_conservative.zarr has them, of fewer dates and variables.
-
-    .venv/bin/python -m tests.era5_like PATH
-
-writes forty dates of 2020 of 69 variables at 1.5 degrees with poles, for a rehearsal of docs/recipe.md.
 """
 
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -32,7 +27,6 @@ STATIC = {
 }
 
 
-HUMIDITY = {"specific_humidity": ("Specific humidity", "kg kg**-1", 5e-3, 1e-3)}
 LONGITUDES, LATITUDES = np.arange(64) * 5.625, -87.1875 + np.arange(32) * 5.625
 
 
@@ -76,8 +70,3 @@ def write_era5_like(
     encoding["time"] = {"units": "hours since 1959-01-01", "dtype": "int64"}
     dataset.to_zarr(path, zarr_format=2, consolidated=True, encoding=encoding)
     return str(path)
-
-
-if __name__ == "__main__":
-    grid = np.linspace(-90, 90, 121), np.arange(240) * 1.5
-    write_era5_like(Path(sys.argv[1]), "2020-01-01", 40, *grid, UPPER | HUMIDITY)

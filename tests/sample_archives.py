@@ -8,6 +8,7 @@ import numpy as np
 import xarray as xr
 import zarr
 
+from datasets import convert
 from datasets.archive import Archive, open_archive
 
 LEVELS = [500, 850, 1000]
@@ -207,11 +208,11 @@ def grib(path: Path, ds: xr.Dataset, edition: int = 2) -> str:
                 for level in LEVELS if "level" in ds[name].dims else [0]:
                     field = ds[name].sel(time=date) if "time" in ds[name].dims else ds[name]
                     field = field.sel(level=level) if level else field
-                    _write_message(file, field, str(name), level, date, edition)
+                    write_message(file, field, str(name), level, date, edition)
     return str(path / "a.grib")
 
 
-def _write_message(file, field: xr.DataArray, name: str, level: int, date, edition: int) -> None:
+def write_message(file, field: xr.DataArray, name: str, level: int, date, edition: int, more=()) -> None:
     import eccodes  # type: ignore[reportMissingImports]  # an extra
 
     message = eccodes.codes_grib_new_from_samples(f"regular_ll_{'pl' if level else 'sfc'}_grib{edition}")
@@ -234,6 +235,7 @@ def _write_message(file, field: xr.DataArray, name: str, level: int, date, editi
         "bitsPerValue": 24,
         "bitmapPresent": int(np.isnan(field.values).any()),
         "missingValue": 9999,
+        **dict(more),
     }.items():
         eccodes.codes_set(message, key, value)
     eccodes.codes_set_values(message, values.ravel())
@@ -268,3 +270,9 @@ EXACT = [
 
 def write(layout: Callable, tmp_path: Path, ds: xr.Dataset) -> Archive:
     return open_archive(layout(tmp_path, ds))
+
+
+def training_store(source: str, target: Path, *options: str) -> Archive:
+    """Convert a source to a training store of float32, and open it."""
+    assert convert.main([source, str(target), "--dtype", "float32", *options]) == 0
+    return open_archive(str(target))

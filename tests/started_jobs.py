@@ -1,5 +1,6 @@
 """Jobs of a tiny model through run_train.sh, as a user starts them, for tests that kill them."""
 
+import io
 import json
 import os
 import signal
@@ -7,6 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +16,7 @@ import numpy as np
 import tomli_w
 import xarray as xr
 
-from tests.sample_archives import weatherbench
+from tests.sample_archives import training_store, weatherbench
 
 ROOT = Path(__file__).parent.parent
 ENDLESS = 100_000  # steps
@@ -53,7 +55,9 @@ def write_config(
     data: dict[str, Any] = {"train_period": ["2020-01-01", "2020-01-09"]} if ds is None and not path else {}
     if not path:
         ds = small_dataset({"10m_u_component_of_wind": small_wave(40)}) if ds is None else ds
-        data |= {"path": weatherbench(folder, ds), "variables": list(map(str, ds.data_vars))}
+        with redirect_stdout(io.StringIO()):
+            store = training_store(weatherbench(folder, ds), folder / "store.zarr")
+        data |= {"path": store.path, "variables": list(map(str, ds.data_vars))}
     whole = {"data": data | ({"path": path} if path else {})} | SMALL_RUN
     whole |= {name: whole.get(name, {}) | keys for name, keys in sections.items()}
     file = folder / "tiny.toml"

@@ -12,8 +12,8 @@ from zarr.codecs import BloscCodec
 from checkpoints.files import clear_leftovers
 from datasets.archive import open_archive
 from datasets.codecs import register_codecs
-from datasets.grid import Grid, area_weights
-from datasets.statistics import Source, compute
+from datasets.grid import Grid
+from datasets.statistics import Statistics
 from errors import ConfigError, DataError
 from planning.start_checks import open_checked
 from tests.sample_archives import analyses, weatherbench
@@ -87,9 +87,8 @@ def test_a_variable_that_never_changes_is_said(tmp_path, caplog):
     ds = analyses()
     ds["2m_temperature"][:] = 280
     archive = open_archive(weatherbench(tmp_path, ds))
-    area = area_weights(archive.grid.latitude)
     names, step = ["2m_temperature", "geopotential:500"], np.timedelta64(6 * 3600, "s")
-    compute(Source(archive, names, np.arange(5), step, area))
+    Statistics.of(archive, names, np.arange(5), step)
     assert caplog.text.count("in all cells") == 1 and "2m_temperature is 280 in all cells" in caplog.text
 
 

@@ -226,15 +226,26 @@ def test_a_wind_at_100_is_in_metres_or_hectopascals(tmp_path, names, about, expe
     np.testing.assert_array_equal(archive.read(1, [archive.variables[index]])[0], field.values[1])
 
 
-@pytest.mark.parametrize("attrs", [{"units": "hPa"}, {"units": "level", "long_name": "hybrid level"}])
-def test_a_level_axis_that_cannot_be_read_costs_the_variables_on_it(tmp_path, attrs):
-    """MERRA-2's 0.4 hPa and CAM's hybrid levels made the whole file unreadable."""
-    t2m, levels = on_cells("t2m"), xr.DataArray([0.4, 100.0], dims="lev", attrs=attrs)
-    upper = on_cells("T").expand_dims(lev=[0.4, 100.0], axis=1).assign_coords(lev=levels)
+@pytest.mark.parametrize(
+    ("levels", "attrs"),
+    [
+        ([0.4, 100.0], {"units": "hPa"}),
+        ([40.0, 10000.0], {"units": "Pa"}),
+        ([0.4, 100.0], {"units": "level", "long_name": "hybrid level"}),
+    ],
+)
+def test_levels_that_cannot_be_named_cost_no_others(tmp_path, levels, attrs):
+    """MERRA-2's 0.4 hPa cost the variable on all levels, CAM's hybrid levels the whole file."""
+    t2m, labels = on_cells("t2m"), xr.DataArray(levels, dims="lev", name="lev", attrs=attrs)
+    upper = xr.concat([on_cells("T"), on_cells("T") + 7], labels).transpose("time", "lev", ...)
     xr.merge([t2m, upper]).to_netcdf(tmp_path / "a.nc", engine="h5netcdf")
     archive = open_archive(str(tmp_path / "a.nc"))
     np.testing.assert_array_equal(archive.read(1, [T2M])[0], t2m.values[1])
-    assert "'lev'" in refusal(str(tmp_path / "a.nc"), "temperature:100")
+    if attrs["units"] == "level":
+        assert "'lev'" in refusal(str(tmp_path / "a.nc"), "temperature:100")
+        return
+    assert archive.variables == [T2M, "temperature:100"] and list(archive.unreadable) == ["temperature:0.4"]
+    np.testing.assert_array_equal(archive.read(1, ["temperature:100"])[0], upper.values[1, 1])
 
 
 def test_capitals_on_levels_are_names_too(tmp_path):

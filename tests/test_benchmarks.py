@@ -23,6 +23,7 @@ RUNS = [
     ("planner_published", "llama3-405b 256k", (0,)),
     ("saved_activations --dim 64", "0 of 12 counts off", (0,)),
     ("trainer_overhead --steps 4", "at least 2 are needed", (2,)),
+    ("significance --draws 50", "365", (0, 1)),
     ("verification_speed --dates 2", "at least 4 are needed", (2,)),
 ]
 LONG = (pytest.mark.slow, pytest.mark.timeout(900))
@@ -32,7 +33,7 @@ SLOW = [
     ("trainer_overhead saves --rounds 1 --dim 64", "async_with_pinned_mem", (0, 1)),
     ("chaos cycles --seed 10 --events 2", "seconds", (0,)),
     ("chaos convert --trials 1", "1 of 1 ended with equal values", (0,)),
-    ("loader --quick --rounds=1 lz4 180 1", "180", (0,)),
+    ("loader --quick --rounds=1 180", "180", (0,)),
     ("loader training --rounds=1 --steps=41", "losses are the same", (0,)),
     ("attack --cases 12 --kind keys", " s", (0,)),
     ("attack sources --seeds 2", " s", (0,)),

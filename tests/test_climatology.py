@@ -11,8 +11,8 @@ from datasets.archive import Archive, open_archive
 from errors import DataError
 from tests.forecasts import analyses, grid, write
 from verification import climatology as module
+from verification.baselines import ClimatologyForecast
 from verification.climatology import (
-    ClimatologyForecast,
     compute_climatology,
     covers_a_year,
     open_climatology,

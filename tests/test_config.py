@@ -136,7 +136,7 @@ COMMAND_LINES = [
     ("--data.grid_shape [32,64]", "data.grid_shape = [32, 64]: the data have [6, 8]; set that or [0, 0]"),
     # -- files
     ("--data.path=", "data.path = '': name a file, folder, glob or URL"),
-    ("--data.path wc.zarr", "cannot read 'wc.zarr': there is no such file or folder"),
+    ("--data.path wc.zarr", "data.path = 'wc.zarr': there is no such file or folder"),
     ("--data.path empty.nc", "cannot read 'empty.nc': it is empty"),
     ("--data.path emptied", "cannot read 'emptied': the folder contains no Zarr"),
     ("--data.path nowhere://bucket/era5.zarr", "cannot read 'nowhere://bucket/era5.zarr'"),
@@ -271,7 +271,7 @@ def test_the_folder_of_a_run_is_its_configuration(tmp_path: Path, folder: Path) 
 STARTED = [
     ("./run_train.sh", 1, "--trainning.steps 3", "did you mean training?"),
     ("./run_train.sh", 2, f"{REPLICATE} 3", "the run has 2 rank(s)"),
-    ("train.py", 1, "--data.path /nowhere", "cannot read '/nowhere'"),
+    ("train.py", 1, "--data.path /nowhere", "data.path = '/nowhere'"),
 ]
 
 

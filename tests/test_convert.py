@@ -15,7 +15,7 @@ import xarray as xr
 import zarr
 
 from datasets import convert as conversion
-from datasets.archive import Archive, open_archive
+from datasets.archive import Archive, TrainingStore, open_archive
 from datasets.convert import check_packing, choose_packing, main, parse_grid
 from datasets.fields import Decoding
 from datasets.grid import area_weights
@@ -106,7 +106,7 @@ def test_anemoi_comes_back(tmp_path: Path, truth: xr.Dataset) -> None:
 
 @pytest.mark.parametrize(
     "path",
-    ["gfs_winds_2026/gfs_winds_20260324-20260419_5.625deg.nc", "storm_1996", "era5_europe_2020"],
+    ["gfs_winds_2026/gfs_winds_20260324-20260419_5.625deg.nc", "odd_data/storm_1996.nc", "era5_europe_2020"],
 )
 def test_real_archives_come_back(path: str, tmp_path: Path) -> None:
     archive = open_archive(needs(path))
@@ -132,7 +132,7 @@ def test_xarray_reads_the_same(tmp_path: Path, truth: xr.Dataset) -> None:
 def test_a_bit_that_turned_over_in_a_value_is_seen(tmp_path: Path, truth: xr.Dataset) -> None:
     """lz4 unpacks another number without a word; zarr-python and the loader's threads both look."""
     store = convert(weatherbench(tmp_path, truth), tmp_path / "out", "--dtype", "float32")
-    assert store.reads_by_threads(["2m_temperature"])
+    assert isinstance(store, TrainingStore)
     path = tmp_path / "out/2m_temperature/c/0/0/0"
     content = bytearray(path.read_bytes())
     content[40] ^= 1
@@ -244,7 +244,7 @@ def test_killed_and_continued_gives_equal_values(tmp_path: Path, workers: int) -
     for _ in range(5):
         process = context.Process(target=in_a_process, args=(arguments,))
         process.start()
-        while not (target / "conversion").exists() and process.is_alive():
+        while not (target / "sums").exists() and process.is_alive():
             pass
         process.join(seed.uniform(0, 0.15 if workers == 1 else 3.0))
         process.kill()
@@ -278,35 +278,82 @@ def fail_after(number: int, monkeypatch: pytest.MonkeyPatch, argv: list[str]) ->
         main(argv)
 
 
-@pytest.mark.parametrize("lacking", [False, True])
+@pytest.mark.parametrize("change", ["later dates", "a date less", "other values"])
 def test_a_source_that_changes_while_a_conversion_is_killed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture, lacking: bool
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change: str
 ) -> None:
-    """Dates that appear are named at the end; one that is lost is refused."""
+    """Later dates are appended; a date that is lost, and other values than those written, are refused."""
     sources = [long_source(tmp_path, dates) for dates in (14, 19)]
     source, target = tmp_path / "source.nc", tmp_path / "target"
-    shutil.copy(sources[lacking], source)
+    shutil.copy(sources[change == "a date less"], source)
     argv = [str(source), str(target), "--dtype", "float32"]
     fail_after(5, monkeypatch, argv)
     with pytest.raises(DataError, match="its conversion has not ended"):
         open_archive(str(target))
     source.unlink()
-    shutil.copy(sources[not lacking], source)
-    if lacking:
+    shutil.copy(sources[change == "later dates"], source)
+    if change == "other values":
+        with xr.open_dataset(sources[0]) as ds:
+            (ds + 5).to_netcdf(source, engine="h5netcdf")
+        with pytest.raises(DataError, match="is not what it was when it was converted; remove .*target"):
+            main(argv)
+        return
+    if change == "a date less":
         with pytest.raises(ConfigError, match="it no longer has 2020-01-03T08:00:00"):
             main(argv)
         return
-    for _ in range(2):  # continued, and when it is complete
-        assert main(argv) == 0
-        assert "SOURCE has 5 other dates, the first 2020-01-03T08:00:00" in capsys.readouterr().out
-    found, exact = open_archive(str(target)), open_archive(sources[0])
-    np.testing.assert_array_equal(found.times, exact.times)
-    names = found.variables
-    np.testing.assert_array_equal(found.read_block(0, 14, names), exact.read_block(0, 14, names))
-    rest, more = tmp_path / "rest", ["--period", "2020-01-03T08", "2020-01-31", "--dtype", "float32"]
-    convert(str(source), rest, *more)
-    joined, exact = open_archive(str(target), more_paths=[str(rest)]), open_archive(sources[1])
-    np.testing.assert_array_equal(joined.read_block(0, 19, names), exact.read_block(0, 19, names))
+    assert main(argv) == 0
+    ours, exact = open_archive(str(target)), open_archive(sources[1])
+    np.testing.assert_array_equal(ours.times, exact.times)
+    names = ours.variables
+    np.testing.assert_array_equal(ours.read_block(0, 19, names), exact.read_block(0, 19, names))
+
+
+@pytest.mark.parametrize("dtype", ["float16", "float32"])
+def test_a_complete_store_grows_with_its_source(tmp_path: Path, dtype: str) -> None:
+    """Values, moments and sums are those of a conversion at once; what was there before is compared."""
+    source, target = tmp_path / "source.nc", tmp_path / "target"
+    (tmp_path / "a").mkdir()
+    full = long_source(tmp_path / "a", 19)
+    for dates in (14, 14, 19):
+        with xr.open_dataset(full) as ds:
+            ds.isel(time=slice(dates)).to_netcdf(tmp_path / "part.nc", engine="h5netcdf")
+        os.replace(tmp_path / "part.nc", source)
+        grown = convert(str(source), target, "--dtype", dtype)
+    assert isinstance(grown, TrainingStore)
+    exact = open_archive(full)
+    np.testing.assert_array_equal(grown.times, exact.times)
+    if dtype == "float32":
+        at_once = convert(full, tmp_path / "once", "--dtype", dtype)
+        assert isinstance(at_once, TrainingStore)
+        names = at_once.variables
+        np.testing.assert_array_equal(grown.read_block(0, 19, names), exact.read_block(0, 19, names))
+        np.testing.assert_array_equal(grown.rows(names), at_once.rows(names))
+        for start in range(0, 19, SHORT_SHARDS):
+            for name in names:
+                pair = grown.read_sums(name, start), at_once.read_sums(name, start)
+                np.testing.assert_array_equal(*pair)
+    with xr.open_dataset(full) as ds:
+        changed = ds.copy(deep=True)
+        changed["u10"][18] += 1
+        changed.to_netcdf(tmp_path / "part.nc", engine="h5netcdf")
+    os.replace(tmp_path / "part.nc", source)
+    with pytest.raises(DataError, match="10m_u_component_of_wind at 2020-01-04T00:00:00 is not what it was"):
+        convert(str(source), target, "--dtype", dtype)
+
+
+def test_a_folder_of_somebody_else_is_not_touched(tmp_path: Path, truth: xr.Dataset) -> None:
+    """Even one that contains a folder of the name that conversions once used."""
+    source, target = weatherbench(tmp_path, truth), tmp_path / "work"
+    for name in ("conversion", "sums", "results"):
+        (target / name).mkdir(parents=True)
+    (target / "thesis.tex").write_text("all of it")
+    (target / "zarr.json").write_text('{"attributes": {"rossby_training_store": 1}}')
+    for _ in range(2):
+        with pytest.raises(ConfigError, match="TARGET"):
+            convert(source, target)
+        (target / "zarr.json").unlink(missing_ok=True)
+    assert (target / "thesis.tex").read_text() == "all of it" and (target / "results").is_dir()
 
 
 # -- what is refused
@@ -342,10 +389,9 @@ def test_what_is_refused(tmp_path: Path, truth: xr.Dataset, monkeypatch: pytest.
     ):
         with pytest.raises((ConfigError, DataError), match=message):
             main(argv)
-    descriptor = os.open(target, os.O_RDONLY)
-    fcntl.flock(descriptor, fcntl.LOCK_EX)
-    with pytest.raises(ConfigError, match="another process is writing it"):
-        convert(source, target)
-    os.close(descriptor)
+    with (tmp_path / ".out.lock").open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        with pytest.raises(ConfigError, match="another process is writing it"):
+            convert(source, target)
     assert before == {path: path.stat().st_mtime_ns for path in target.rglob("*")}
     assert not Path("new").exists()

@@ -1,25 +1,19 @@
 """Damaged bytes and missing chunks: one line with path, variable and date, with every reader."""
 
-import os
-import re
-import signal
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import h5py
 import numpy as np
 import pytest
-import torch
 import xarray as xr
 import zarr
 from numcodecs import LZ4, LZMA, Blosc, Zlib, Zstd
 
 from datasets.archive import open_archive
 from datasets.field_dataset import FieldDataset
-from datasets.loader import TrainLoader, TrainSampler, _fits_shared_memory
+from datasets.loader import TrainLoader, TrainSampler
 from errors import DataError
-from tests.started_jobs import write_config
 
 DATE = "2020-01-01T12:00:00"  # the third
 HOURS = "hours since 2020-01-01"
@@ -29,7 +23,7 @@ AXES = {
     "longitude": np.arange(0, 360, 45.0),
 }
 CODECS = {"blosc": Blosc(), "zlib": Zlib(), "zstd": Zstd(checksum=True), "lz4": LZ4(), "raw": None}
-CODECS["lzma"] = LZMA()  # left to zarr-python, and to loader processes
+CODECS["lzma"] = LZMA()
 
 
 def fields() -> np.ndarray:
@@ -100,7 +94,6 @@ def samples_of(path: Path) -> FieldDataset:
 
 @pytest.mark.parametrize("codec", ["zlib", "lzma"])
 def test_a_loader_says_it_in_one_line_too(tmp_path, codec):
-    """Its threads, and its processes."""
     damage(store(tmp_path / "data.zarr", codec))
     samples = samples_of(tmp_path / "data.zarr")
     loader = TrainLoader(samples, TrainSampler(5, 0, 1, 1, 0, 1), 2, pin=False)
@@ -109,23 +102,6 @@ def test_a_loader_says_it_in_one_line_too(tmp_path, codec):
             pass
     text = str(error.value)
     assert text.startswith(str(tmp_path)) and f"2m_temperature at {DATE} cannot" in text and "\n" not in text
-
-
-@pytest.mark.slow
-def test_a_loader_process_that_is_killed_is_one_line(start_job, tmp_path):
-    config_file, data = write_config(tmp_path), tmp_path / "data.nc"
-    xr.open_zarr(tmp_path / "wb.zarr").to_netcdf(data, engine="h5netcdf")
-    words = ["--data.path", str(data), "--data.cache_gib", "0", "--data.num_workers", "1"]
-    job = start_job(config_file, tmp_path / "run", *words)
-    job.wait_for_step(3)
-    listed = Path(f"/proc/{job.process.pid}/task/{job.process.pid}/children").read_text().split()
-    loaders = [pid for pid in listed if b"spawn_main" in Path(f"/proc/{pid}/cmdline").read_bytes()]
-    os.kill(int(loaders[0]), signal.SIGKILL)
-    assert job.end() == 1, job.output
-    last = job.output.splitlines()[-1]
-    # Who notices first, torch's signal handler or its queue, says it in words of its own.
-    assert re.match(r"rossby: DataLoader worker (\(pid.*\) )?(is killed|exited)", last), last
-    assert "Traceback" not in job.output
 
 
 @pytest.mark.parametrize("codec", ["zlib", "zarr3"])
@@ -152,29 +128,3 @@ def test_a_missing_shard_is_no_field_of_zeros(tmp_path):
     (tmp_path / "data.zarr/2m_temperature/c/1/0/0").unlink()  # dates 2 and 3
     block = open_archive(str(tmp_path / "data.zarr")).read_block(0, 5, ["2m_temperature"])[:, 0]
     assert np.isnan(block[2:4]).all() and np.isfinite(block[[0, 1, 4]]).all()
-
-
-def test_batches_without_shared_memory_are_the_same(tmp_path, monkeypatch):
-    """Docker gives /dev/shm 64 MB: what loader processes read goes through a pipe."""
-    store(tmp_path / "data.zarr", "lzma")
-    samples = samples_of(tmp_path / "data.zarr")
-
-    def batches() -> list[torch.Tensor]:
-        loader = TrainLoader(samples, TrainSampler(5, 0, 1, 1, 0, 1), 1, pin=False)
-        return [fields for _, (fields, _) in zip(range(5), loader.iterate(0), strict=False)]
-
-    expected = batches()
-    monkeypatch.setattr("datasets.loader._fits_shared_memory", lambda *_: False)
-    assert all(torch.equal(a, b) for a, b in zip(batches(), expected, strict=True))
-
-
-def test_shared_memory_is_for_the_loaders_of_all_ranks_of_a_host(tmp_path, monkeypatch):
-    store(tmp_path / "data.zarr", "lzma")
-    samples = samples_of(tmp_path / "data.zarr")
-    batch = 4 * int(np.prod(samples.field_shape))
-    room = SimpleNamespace(free=3 * batch + 1)
-    monkeypatch.setattr("datasets.loader.shutil.disk_usage", lambda _: room)
-    sampler = TrainSampler(5, 0, 1, 1, 0, 1)
-    assert _fits_shared_memory(samples, sampler, 3)
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
-    assert not _fits_shared_memory(samples, sampler, 3)

@@ -15,10 +15,12 @@ import xarray as xr
 from command_line import load_config
 from config import Data
 from datasets import convert as conversion
+from datasets import files
 from datasets.convert import main as convert
 from datasets.describe import main
+from datasets.remote import Access
 from datasets.selection import open_selection
-from errors import ConfigError
+from errors import ConfigError, DataError
 from tests import sample_archives as samples
 from tests.sample_archives import NAMES, analyses, file_a_year, weatherbench
 from tests.started_jobs import ROOT
@@ -188,10 +190,74 @@ def test_real_archives(capsys: pytest.CaptureFixture) -> None:
     """The problems that their README names, and no more."""
     code, rows = find_problems(needs("gfs_winds_2026/gfs_winds_20260324-20260419_5.625deg.nc"), capsys)
     assert code == 1 and len(rows) == 1 and "2026-04-08T00" in rows[0]
-    _, rows = find_problems(needs("storm_1996"), capsys)
+    _, rows = find_problems(needs("odd_data/storm_1996.nc"), capsys)
     assert [row.split()[-1] for row in rows] == ["1", "2", "1"]
     assert all(row.startswith("no value at all") for row in rows)
     assert find_problems(needs("era5_europe_2020"), capsys)[0] == 0
+
+
+def test_cells_without_a_value_are_shown(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    """Storms that were removed from a field; cells that are always missing are no problem."""
+    ds = waves()
+    ds[T2M] = ds[T2M].where(ds.latitude < 70)
+    ds.to_netcdf(tmp_path / "a.nc", engine="h5netcdf")
+    assert find_problems(str(tmp_path / "a.nc"), capsys) == (0, [])
+    ds["skt"] = ds["skt"].where((ds["skt"] < ds["skt"].max() - 2) | (ds.time > ds.time[7]))
+    ds.to_netcdf(tmp_path / "b.nc", engine="h5netcdf")
+    main([str(tmp_path / "b.nc")])
+    rows = [
+        line for line in capsys.readouterr().out.splitlines() if line.strip().startswith(("2m_", "skin_"))
+    ]
+    assert "16.7 %" in rows[0] and "%" in rows[1]
+    code, rows = find_problems(str(tmp_path / "b.nc"), capsys)
+    assert code == 1 and len(rows) == 1 and "skin_temperature" in rows[0] and "missing cells" in rows[0]
+
+
+def test_missing_dates_are_ranges(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    """The first one alone was listed."""
+    waves().isel(time=[0, 1, 5, 6, 8, 11]).to_netcdf(tmp_path / "a.nc", engine="h5netcdf")
+    _, (row,) = find_problems(str(tmp_path / "a.nc"), capsys)
+    ranges = "2019-12-30T12:00:00 to 2019-12-31T00:00:00, 2019-12-31T18:00:00, 2020-01-01T06:00:00 to"
+    assert ranges in row and row.split()[-1] == "6"
+
+
+def test_units_that_are_assumed_and_names_that_are_unknown(tmp_path, capsys) -> None:
+    """Units that no file has were printed as if they were read."""
+    ds = waves().rename(skt="U10M")
+    ds[T2M].attrs["units"] = "K"
+    ds.assign(t=ds[T2M].drop_attrs()).to_netcdf(tmp_path / "a.nc", engine="h5netcdf")
+    main([str(tmp_path / "a.nc")])
+    text = capsys.readouterr().out
+    lines = {line.split()[0]: line for line in text.splitlines() if line.strip()}
+    assert "assumed" not in lines[T2M] and "K (assumed)" in lines["temperature"]
+    assert "10m_u_component_of_wind" in text and "nearest known" in text
+
+
+def test_names_with_and_without_a_level_and_static_fields_without_values(tmp_path, capsys) -> None:
+    upper = waves().rename({T2M: "t"})[["t"]].expand_dims(level=[500, 850], axis=1)
+    upper.to_netcdf(tmp_path / "a.nc", engine="h5netcdf")
+    lower = waves().rename({T2M: "t"})[["t"]].assign(lsm=(("latitude", "longitude"), np.full((6, 8), np.nan)))
+    lower.to_netcdf(tmp_path / "b.nc", engine="h5netcdf")
+    main([str(tmp_path)])
+    text = capsys.readouterr().out
+    assert "with and without a level" in text and 'variables = ["temperature:500", "temperature:850"]' in text
+    assert any("land_sea_mask" in line and "no value at all" in line for line in text.splitlines())
+
+
+def test_storage_options_reach_the_store(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Private endpoints could not be described."""
+    given = []
+
+    def refuse(url: str, access: Access) -> None:
+        given.append(access.options_for(url))
+        raise DataError("no request is made here")
+
+    monkeypatch.setattr(files, "open_store", refuse)
+    with pytest.raises(DataError):
+        main(["s3://bucket/a.zarr", "--storage_options", "endpoint=https://minio.example", "anon=true"])
+    assert given == [{"endpoint": "https://minio.example", "anon": True}]
+    with pytest.raises(ConfigError, match="data.storage_options"):
+        main(["s3://bucket/a.zarr", "--storage_options", "endpoint"])
 
 
 @pytest.mark.parametrize("module", ["describe", "convert"])

@@ -6,7 +6,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 import xarray as xr
 
 import evaluate
@@ -19,7 +18,7 @@ from tests.planned import run_export, run_forecast, run_main, run_train
 from tests.started_jobs import records, run_options, write_config
 from tests.test_rollout_training import memory_of
 from training.config_checks import load_checked
-from verification.scores import ensemble_scores
+from verification.scores import final_scores
 
 NAME = "10m_u_component_of_wind"
 ENSEMBLE = ["--training.loss", "crps", "--training.members", "3", "--model.noise_dim", "4"]
@@ -161,9 +160,9 @@ def test_the_spread_of_members_that_the_truth_might_be_is_their_skill(members):
     truth, drawn = generator.normal(size=200_000), generator.normal(size=(members, 200_000))
     for size in (1.0, 0.5):
         mean, variance = (size * drawn).mean(axis=0), (size * drawn).var(axis=0, ddof=1).mean()
-        means = {"variance": variance, "mse": np.mean((mean - truth) ** 2), "crps": 0.0}
-        scores = ensemble_scores({name: torch.tensor(each) for name, each in means.items()}, members)
-        ratio = scores["unbiased_spread_skill_ratio"].item()
+        means = {"mse": np.mean((mean - truth) ** 2), "mae": 0, "bias": 0, "crps": 0, "variance": variance}
+        statistics = xr.DataArray([list(means.values())], {"score": list(means)}, ("initial_time", "score"))
+        ratio = float(final_scores(statistics, members).sel(metric="unbiased_spread_skill_ratio"))
         assert ratio == pytest.approx(size, rel=0.01)  # the truth's own spread is 1
         assert size == 0.5 or ratio == pytest.approx(1, rel=0.01)
 

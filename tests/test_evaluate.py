@@ -7,12 +7,10 @@ import pytest
 import xarray as xr
 
 import evaluate
-from jobs import saved_parts
 from tests.forecasts import analyses, climatology, forecasts, grid, write
 from tests.planned import run_main
 from tests.started_jobs import Job, run_options, started_by, write_config
-from verification import matching
-from verification.evaluation import Tally
+from verification import matching, scores_by_date
 
 LEADS = [6, 12, 24]
 
@@ -69,9 +67,9 @@ def test_everything_is_written(run, truth):
     assert code == 0, said
     assert "gpm" in said and "m2 s-2" in said and "damped persistence" in said
     files = {path.name for path in out.iterdir()}
-    assert {"scores.nc", "scores_by_date.nc", "scorecard.csv", "scorecard.html"} <= files
+    assert {"scores.nc", "scores_by_date.zarr", "scorecard.csv", "scorecard.html"} <= files
     assert {"spectra_model.nc", "spectra_damped_persistence.nc"} <= files
-    plots = {"rmse.png", "acc.png", "spectra.png"}
+    plots = {"rmse.png", "maps.png", "spectra.png"}
     assert plots <= files and all((out / name).stat().st_size > 5000 for name in plots)
     with xr.open_dataset(out / "scores.nc") as scores:
         assert set(scores["geopotential"].dims) == {"forecast", "metric", "region", "lead_time", "level"}
@@ -162,31 +160,35 @@ def test_a_killed_evaluation_continues(run, monkeypatch):
     ours = f"--forecast=model={run.folder / 'ours.zarr'}"
     run(ours, output="whole", run="killed")
     monkeypatch.setattr(matching, "BLOCK_BYTES", 10_000)
-    monkeypatch.setattr(saved_parts, "SAVE_SECONDS", -1.0)
-    monkeypatch.setattr(saved_parts, "MOST_TIME", 1e9)
-    add, dates = Tally.add, list[int]()
+    fill, dates = scores_by_date.fill_statistics, list[int]()
 
-    def dies(tally, pair, part):
-        dates.append(pair.date)
-        if pair.lead == 1 and len({*dates}) == 3:
+    def dies(values, match, part, **rest):
+        dates.append(match.date)
+        if match.lead == 1 and len({*dates}) == 3:
             raise KeyboardInterrupt
-        add(tally, pair, part)
+        fill(values, match, part, **rest)
 
     for _ in range(3):
         with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-            patch.setattr(Tally, "add", dies)
+            patch.setattr(scores_by_date, "fill_statistics", dies)
             run(ours, output="killed", run="killed")
         dates.clear()
     monkeypatch.setattr(
-        Tally, "add", lambda tally, pair, part: dates.append(pair.date) or add(tally, pair, part)
+        scores_by_date,
+        "fill_statistics",
+        lambda v, match, part, **rest: dates.append(match.date) or fill(v, match, part, **rest),
     )
     code, said, out = run(ours, output="killed", run="killed")
     assert code == 0 and {*dates} == {6, 7, 8, 9}, said
-    for name in ("scores.nc", "scores_by_date.nc"):
-        xr.testing.assert_identical(xr.open_dataset(out / name), xr.open_dataset(run.folder / "whole" / name))
+    whole = run.folder / "whole"
+    xr.testing.assert_identical(xr.open_dataset(out / "scores.nc"), xr.open_dataset(whole / "scores.nc"))
+    tables = [xr.open_zarr(folder / "scores_by_date.zarr")["statistics"].load() for folder in (out, whole)]
+    xr.testing.assert_identical(*tables)
     for name in ("spectra_model.nc", "spectra_persistence.nc"):
-        xr.testing.assert_allclose(xr.open_dataset(out / name), xr.open_dataset(run.folder / "whole" / name))
-    assert not (run.folder / "killed/evaluation/unfinished").exists()
+        xr.testing.assert_allclose(xr.open_dataset(out / name), xr.open_dataset(whole / name))
+    dates.clear()
+    code, said, _ = run(ours, output="killed", run="killed")
+    assert code == 0 and not dates and "10 of 10 dates are scored already" in said
 
 
 @pytest.mark.slow

@@ -1,4 +1,4 @@
-"""evaluate(): the form of what it gives, streaming, missing dates, ranks, other grids, real data."""
+"""evaluate_one(): the form of what it gives, streaming, missing dates, ranks, other grids, real data."""
 
 import glob
 from pathlib import Path
@@ -12,15 +12,14 @@ import xarray as xr
 from datasets.archive import Archive, open_archive
 from datasets.regrid import Regridder
 from errors import ConfigError, DataError
-from tests.forecasts import analyses, climatology, forecasts, grid, write
+from tests.forecasts import OneForecast, analyses, climatology, evaluate_one, forecasts, grid, of_one, write
 from tests.started_jobs import ROOT
 from verification import matching
-from verification.baselines import AnalysesForecast, damped_persistence, persistence
+from verification.baselines import AnalysesForecast
 from verification.climatology import open_climatology
-from verification.evaluation import Evaluation, evaluate, evaluate_together
 from verification.forecast_layouts import open_forecast
 from verification.plots import plot_evaluation
-from verification.score_tables import combine
+from verification.scores_by_date import evaluate
 
 GFS = str(ROOT / "../shared/data/gfs_winds_2026/*_2.8125deg.nc")
 LEADS = [6, 24]
@@ -46,7 +45,7 @@ def opened(folder: Path, name: str = "forecast") -> tuple[Any, Archive, Any]:
 
 
 def test_scores_have_weatherbench2s_form(folder: Path) -> None:
-    found = evaluate(*opened(folder), regions=["global", "tropics"], spectra_lead=24)
+    found = evaluate_one(*opened(folder), regions=["global", "tropics"], detail_lead=24)
     names = ["geopotential", "u_component_of_wind", "v_component_of_wind", "2m_temperature", WIND]
     assert set(found.scores.data_vars) == set(names)
     assert found.scores["geopotential"].dims == ("metric", "region", "lead_time", "level")
@@ -74,14 +73,14 @@ def test_units_of_a_variable_that_only_the_data_know(folder: Path) -> None:
         stored["leaf_wetness"].attrs["units"] = "mm"
         write(stored, folder / f"wet_{name}.zarr")
     forecast = open_forecast(str(folder / "wet_forecast.zarr"))
-    found = evaluate(forecast, open_archive(str(folder / "wet_truth.zarr")), spectra_lead=24)
+    found = evaluate_one(forecast, open_archive(str(folder / "wet_truth.zarr")), detail_lead=24)
     assert found.spectra is not None
     units = [each["leaf_wetness"].attrs["units"] for each in (found.scores, found.by_date, found.spectra)]
     assert units == ["mm", "mm", "mm2 m"]
 
 
 def test_means_over_dates_are_those_of_the_dates(folder: Path) -> None:
-    found = evaluate(*opened(folder))
+    found = evaluate_one(*opened(folder))
     for name in found.by_date.data_vars:
         mean = found.by_date[name].mean("time")
         scores = found.scores[name]
@@ -98,8 +97,8 @@ def test_ensembles_score_their_mean_and_their_spread(folder: Path) -> None:
     ensemble, truth, means = opened(folder, "ensemble")
     stored = xr.open_zarr(folder / "ensemble.zarr", decode_timedelta=True).load().drop_encoding()
     write(stored.astype("f8").mean("number"), folder / "mean.zarr")
-    found = evaluate(ensemble, truth, means, spectra_lead=6).scores
-    single = evaluate(open_forecast(str(folder / "mean.zarr")), truth, means).scores
+    found = evaluate_one(ensemble, truth, means, detail_lead=6).scores
+    single = evaluate_one(open_forecast(str(folder / "mean.zarr")), truth, means).scores
     xr.testing.assert_allclose(found.sel(metric=single.metric), single, rtol=1e-5)
     more = ["crps", "spread", "spread_skill_ratio", "unbiased_spread_skill_ratio"]
     assert found.metric.values.tolist() == [*single.metric.values, *more]
@@ -109,10 +108,10 @@ def test_ensembles_score_their_mean_and_their_spread(folder: Path) -> None:
 
 def test_it_streams_to_the_same_bits(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One field at a time, and nothing kept, as where memory is short."""
-    expected = evaluate(*opened(folder))
+    expected = evaluate_one(*opened(folder))
     monkeypatch.setattr(matching, "BLOCK_BYTES", 1)
     monkeypatch.setattr(matching, "KEPT_BYTES", 1)
-    found = evaluate(*opened(folder))
+    found = evaluate_one(*opened(folder))
     xr.testing.assert_identical(found.scores, expected.scores)
     xr.testing.assert_identical(found.by_date, expected.by_date)
 
@@ -123,7 +122,7 @@ def test_dates_and_leads_without_truth_are_left_out(folder: Path) -> None:
     stored = xr.open_zarr(folder / "truth.zarr").load().drop_encoding()
     gone = forecast.times[2] + np.timedelta64(24, "h")  # 6 h after no initial date
     truth = open_archive(write(stored.drop_sel(time=gone.astype("M8[ns]")), folder / "gap.zarr"))
-    found, whole = evaluate(forecast, truth, means), evaluate(*opened(folder))
+    found, whole = evaluate_one(forecast, truth, means), evaluate_one(*opened(folder))
     assert found.scores.num_dates.values.tolist() == [7, 6]
     assert (found.scores["2m_temperature"].sel(metric="num_dates", region="global") == [7, 6]).all()
     for name in ("2m_temperature", "wind_vector"):
@@ -142,7 +141,7 @@ def test_only_what_is_asked_for(folder: Path) -> None:
         "lead_hours": [24],
         "dates": forecast.times[2:5],
     }
-    found = evaluate(forecast, truth, progress=seen.append, **options)
+    found = evaluate_one(forecast, truth, progress=seen.append, **options)
     assert sum(seen) == 3 and list(found.scores.data_vars) == ["2m_temperature"]
     assert found.by_date.sizes["time"] == 3 and found.scores.sizes["lead_time"] == 1
     metrics = {*found.scores.metric.values}
@@ -157,8 +156,8 @@ def test_no_row_without_a_missing_cell_has_no_plot_of_spectra(folder: Path, tmp_
     truth = open_archive(str(tmp_path / "holes.zarr"))
     for variables, drawn in ((["2m_temperature"], False), (["2m_temperature", "geopotential:500"], True)):
         forecast = opened(folder)[0]
-        found = evaluate(forecast, truth, variables=variables, spectra_lead=24)
-        plot_evaluation({"model": found}, tmp_path)
+        found = evaluate({"model": forecast}, truth, variables=variables, detail_lead=24)
+        plot_evaluation(found, None, tmp_path)
         assert (tmp_path / "spectra.png").exists() == drawn
 
 
@@ -167,18 +166,18 @@ def test_forecasts_of_other_variables_are_plotted_together(folder: Path, tmp_pat
     write(stored[["2m_temperature"]], tmp_path / "warm.zarr")
     both = {"all": opened(folder)[0], "warm": open_forecast(str(tmp_path / "warm.zarr"))}
     names = ["2m_temperature", "geopotential:500"]
-    plot_evaluation(evaluate_together(both, opened(folder)[1], variables=names, spectra_lead=24), tmp_path)
+    plot_evaluation(evaluate(both, opened(folder)[1], variables=names, detail_lead=24), None, tmp_path)
     assert (tmp_path / "spectra.png").exists()
 
 
 def test_what_is_not_there_is_said_in_one_line(folder: Path) -> None:
     forecast, truth, means = opened(folder)
     with pytest.raises(ConfigError, match="'arctics'"):
-        evaluate(forecast, truth, means, regions=["arctics"])
+        evaluate_one(forecast, truth, means, regions=["arctics"])
     late = xr.open_zarr(folder / "truth.zarr").load().drop_encoding()
     late = late.assign_coords(time=late.time + np.timedelta64(9999, "D"))
     with pytest.raises(DataError):
-        evaluate(forecast, open_archive(write(late, folder / "late.zarr")))
+        evaluate_one(forecast, open_archive(write(late, folder / "late.zarr")))
 
 
 def test_other_grids_are_regridded_to_the_coarser_one(folder: Path) -> None:
@@ -186,7 +185,7 @@ def test_other_grids_are_regridded_to_the_coarser_one(folder: Path) -> None:
     coarse = open_archive(str(folder / "truth.zarr"))
     fine_truth = analyses(grid(19, 24, poles=True), 20, seed=5)
     fine = open_forecast(write(forecasts(fine_truth, 4, LEADS), folder / "fine.zarr"))
-    found = evaluate(fine, coarse, variables=["geopotential:500"]).scores.geopotential.sel(metric="bias")
+    found = evaluate_one(fine, coarse, variables=["geopotential:500"]).scores.geopotential.sel(metric="bias")
     field = fine.read_block(slice(0, 4), slice(0, 1), ["geopotential:500"])[:, 0, 0]
     forecast = Regridder(fine.grid, coarse.grid)(torch.from_numpy(field)).numpy()
     times = [coarse.index(time + np.timedelta64(6, "h")) for time in fine.times]
@@ -194,7 +193,7 @@ def test_other_grids_are_regridded_to_the_coarser_one(folder: Path) -> None:
     area = np.sin(np.deg2rad(coarse.grid.latitude + 15)) - np.sin(np.deg2rad(coarse.grid.latitude - 15))
     expected = np.average((forecast - truth).mean(axis=(0, 2)), weights=area)
     assert float(found.isel(region=0, lead_time=0, level=0)) == pytest.approx(expected, rel=1e-5)
-    back = evaluate(
+    back = evaluate_one(
         open_forecast(str(folder / "forecast.zarr")), open_archive(write(fine_truth, folder / "f.zarr"))
     )
     assert np.isfinite(back.scores.geopotential.sel(metric="rmse")).all()
@@ -214,8 +213,8 @@ def test_forecasts_are_compared_on_one_grid(folder: Path, tmp_path: Path) -> Non
         values = stored[name].transpose(*dims).sel(latitude=slice(None, None, -1)).values
         halved[name] = dims, regridder(torch.from_numpy(values.copy())).numpy()[..., ::-1, :].copy()
     coarse = open_forecast(write(halved, tmp_path / "coarse.zarr"))
-    found = evaluate_together({"fine": fine, "coarse": coarse}, open_archive(truth))
-    xr.testing.assert_allclose(found["fine"].scores, found["coarse"].scores, rtol=1e-4)
+    found = evaluate({"fine": fine, "coarse": coarse}, open_archive(truth))
+    xr.testing.assert_allclose(of_one(found, "fine").scores, of_one(found, "coarse").scores, rtol=1e-4)
 
 
 def test_a_forecast_of_the_surface_alone_is_written_with_one_on_levels(folder: Path, tmp_path: Path) -> None:
@@ -223,8 +222,8 @@ def test_a_forecast_of_the_surface_alone_is_written_with_one_on_levels(folder: P
     forecast, truth, _ = opened(folder)
     stored = xr.open_zarr(folder / "forecast.zarr", decode_timedelta=True).load().drop_encoding()
     path = write(stored[["2m_temperature"]], tmp_path / "surface.zarr")
-    found = evaluate_together({"whole": forecast, "surface": open_forecast(path)}, truth)
-    whole = combine({name: each.scores for name, each in found.items()}).sel(metric="rmse", region="global")
+    found = evaluate({"whole": forecast, "surface": open_forecast(path)}, truth)
+    whole = found.scores.sel(metric="rmse", region="global")
     assert whole["geopotential"].sel(forecast="whole").notnull().all()
     assert whole["geopotential"].sel(forecast="surface").isnull().all()
     assert np.ptp(whole["2m_temperature"].values, axis=0).max() == 0 and whole["num_dates"].shape == (2, 2)
@@ -236,14 +235,14 @@ def test_forecasts_are_compared_on_the_cells_that_all_have(folder: Path, tmp_pat
     stored = xr.open_zarr(folder / "forecast.zarr", decode_timedelta=True).load().drop_encoding()
     tropics = abs(stored.latitude) < 20
     path = write(stored.where(~tropics), tmp_path / "outside.zarr")
-    found = evaluate_together({"whole": forecast, "outside": open_forecast(path)}, truth, means)
-    xr.testing.assert_identical(found["whole"].scores, found["outside"].scores)
-    area = found["whole"].scores["geopotential"].sel(metric="common_area", region="global")
+    found = evaluate({"whole": forecast, "outside": open_forecast(path)}, truth, means)
+    xr.testing.assert_identical(of_one(found, "whole").scores, of_one(found, "outside").scores)
+    area = of_one(found, "whole").scores["geopotential"].sel(metric="common_area", region="global")
     np.testing.assert_allclose(area, 1 - np.sin(np.deg2rad(30)), rtol=1e-12)
 
 
-def evaluate_on_ranks(folder: Path) -> Evaluation:
-    return evaluate(*opened(folder), regions=["global", "europe"], spectra_lead=6)
+def evaluate_on_ranks(folder: Path) -> OneForecast:
+    return evaluate_one(*opened(folder), regions=["global", "europe"], detail_lead=6)
 
 
 def test_ranks_give_the_bits_of_one(ranks, folder: Path) -> None:
@@ -258,10 +257,9 @@ def test_ranks_give_the_bits_of_one(ranks, folder: Path) -> None:
 def test_damped_persistence_is_a_forecast_like_any_other(folder: Path) -> None:
     _, truth, _ = opened(folder)
     names = ["geopotential:500", "2m_temperature"]
-    mean = torch.full((2, 6, 8), 300.0)
-    forecast = damped_persistence(mean, {1: torch.tensor([0.9, 0.5]), 4: torch.tensor([0.6, 0.2])})
-    leads = np.array(LEADS, "m8[h]").astype("m8[s]")
-    source = AnalysesForecast(truth, names, truth.times[:3], leads, np.timedelta64(6, "h"), forecast)
+    leads, factors = np.array(LEADS, "m8[h]").astype("m8[s]"), np.array([[0.9, 0.5], [0.6, 0.2]], "f4")
+    mean = np.full((1, 6, 8), 300, "f4")
+    source = AnalysesForecast(truth, names, truth.times[:3], leads, factors, lambda time, names: mean)
     block = source.read_block(slice(1, 3), slice(0, 2), ["2m_temperature"])
     state = truth.read(2, ["2m_temperature"])
     np.testing.assert_allclose(block[1, 1], 300 + np.float32(0.2) * (state - 300), rtol=1e-6)
@@ -272,7 +270,7 @@ def test_persistence_on_real_analyses_scores_what_the_data_page_says() -> None:
     """../shared/data/README.md, 2.8125 degrees: +6 h 1.878 / 2.180, +24 h 3.855 / 4.605 m/s."""
     truth = open_archive(glob.glob(GFS)[0])
     leads = np.array(LEADS, "m8[h]").astype("m8[s]")
-    source = AnalysesForecast(truth, truth.variables, truth.times, leads, np.timedelta64(6, "h"), persistence)
-    scores = evaluate(source, truth).scores.sel(metric="rmse", region="global")
+    source = AnalysesForecast(truth, truth.variables, truth.times, leads)
+    scores = evaluate_one(source, truth).scores.sel(metric="rmse", region="global")
     assert np.round(scores["10m_u_component_of_wind"].values, 3).tolist() == [1.878, 3.855]
     assert np.round(scores["10m_v_component_of_wind"].values, 3).tolist() == [2.18, 4.605]

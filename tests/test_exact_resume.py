@@ -45,7 +45,7 @@ def draw(seed: int) -> list[str]:
         "training.ema_decay": ["0", "0.9"],
         "training.seed": ["0", "1", "2"],
         "checkpoint.async_mode": ["disabled", "async", "async_with_pinned_mem"],
-        "data.cache_gib": ["0", "1"],
+        "data.num_workers": ["0", "1"],
     }
     drawn = [word for key, values in choices.items() for word in (f"--{key}", rng.choice(values))]
     drawn += ["--data.history", str(1 + seed % 2)]

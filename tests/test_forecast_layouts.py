@@ -9,8 +9,7 @@ import xarray as xr
 
 from datasets.archive import open_archive
 from errors import DataError
-from tests.forecasts import analyses, forecasts, grid, write
-from verification.evaluation import evaluate
+from tests.forecasts import analyses, evaluate_one, forecasts, grid, write
 from verification.forecast_layouts import StoredForecast, open_forecast
 
 LEADS = [0, 6, 24]
@@ -96,9 +95,9 @@ def test_every_layout_gives_the_same_fields_and_scores(layout: Callable, truth, 
     archive = open_archive(write(truth.isel(latitude=slice(None, None, -1)), tmp_path / "truth.zarr"))
     reference = open_forecast(write(forecast, tmp_path / "reference.zarr"))
     options = {"lead_hours": [6, 24], "regions": ["global", "tropics", "europe"]}
-    scores = evaluate(opened, archive, **options).scores
+    scores = evaluate_one(opened, archive, **options).scores
     assert set(scores.data_vars) == set(KEPT)
-    xr.testing.assert_allclose(scores, evaluate(reference, archive, **options).scores, rtol=1e-6)
+    xr.testing.assert_allclose(scores, evaluate_one(reference, archive, **options).scores, rtol=1e-6)
 
 
 @pytest.mark.parametrize("dim", ["number", "realization"])

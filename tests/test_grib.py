@@ -8,7 +8,8 @@ import pytest
 import xarray as xr
 
 from datasets.archive import open_archive
-from tests.sample_archives import NAMES, analyses, grib, values
+from errors import DataError
+from tests.sample_archives import NAMES, analyses, grib, values, write_message
 
 
 @pytest.fixture(scope="module")
@@ -42,6 +43,44 @@ def test_rows_and_columns_that_run_the_other_way(tmp_path: Path, truth: xr.Datas
     archive = open_archive(grib(tmp_path, turned))
     np.testing.assert_allclose(archive.read_block(0, 5, NAMES), values(truth), atol=1e-4)
     assert archive.grid.latitude[0] == 75 and archive.grid.longitude[0] == 0
+
+
+def test_several_steps_of_a_date_are_chosen_by_data_select(tmp_path: Path, truth: xr.Dataset) -> None:
+    """The last message counted: 206, 216, 226 K, where the analyses were 200, 210 and 220."""
+    with open(tmp_path / "a.grib", "wb") as file:
+        for number, date in enumerate(truth.time.values[:3]):
+            for step in (0, 6):
+                field = truth["2m_temperature"][0] * 0 + 200 + 10 * number + step
+                write_message(file, field, "2m_temperature", 0, date, 2, {"step": step})
+    path, start = str(tmp_path / "a.grib"), truth.time.values[0].astype("datetime64[s]")
+    with pytest.raises(DataError, match="dimension step of size 2; choose one .*'step=0.0'"):
+        open_archive(path)
+    for step in (0, 6):
+        archive = open_archive(path, {"step": str(step)})
+        assert archive.times[0] == start + np.timedelta64(step, "h")
+        assert archive.read_block(0, 3, ["2m_temperature"])[:, 0, 0, 0].tolist() == [
+            200 + step,
+            210 + step,
+            220 + step,
+        ]
+
+
+def test_a_variable_on_several_kinds_of_surfaces(tmp_path: Path, truth: xr.Dataset) -> None:
+    """TMP:surface and the winds at 10 and 80 m were one variable with those on pressure levels."""
+    field, date = truth["2m_temperature"][0], truth.time.values[0]
+    with open(tmp_path / "a.grib", "wb") as file:
+        for number, hours in enumerate((0, 6)):
+            at, date = field + number, date + np.timedelta64(hours, "h")
+            write_message(file, at, "t", 500, date, 2)
+            write_message(file, at + 1, "t", 0, date, 2, {"typeOfLevel": "surface"})
+            for height in (80, 100):
+                keys = {"typeOfLevel": "heightAboveGround", "level": height}
+                write_message(file, at + height, "q", 0, date, 2, keys)
+    archive = open_archive(str(tmp_path / "a.grib"), {"heightAboveGround": "80"})
+    names = ["temperature:500", "temperature_at_surface", "80m_specific_humidity"]
+    assert set(archive.variables) == set(names)
+    found = archive.read(0, names)
+    np.testing.assert_allclose(found - found[:1], np.array([0, 1, 80])[:, None, None] + 0 * found, atol=1e-4)
 
 
 def test_a_message_that_is_cut_short(tmp_path: Path, truth: xr.Dataset) -> None:

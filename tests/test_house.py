@@ -19,7 +19,7 @@ from packaging.utils import canonicalize_name
 
 ROOT = Path(__file__).parent.parent
 VERBS = {"train", "plan", "forecast", "evaluate"}
-LONGEST_FUNCTION = 100  # lines; train() is the one that reads from top to bottom
+LONGEST_FUNCTION = 125  # lines: a loop that reads from top to bottom
 MOST_NAMES, MOST_IMPORTS = 50, 25  # of train(): local names, and modules of the project in train.py
 MOST_MODULES = 26  # in a folder
 ROOT_FILES = {f"{name}.py" for name in VERBS | {"command_line", "config", "errors"}}
@@ -29,7 +29,7 @@ ROOT_FILES |= {"requirements.txt", "requirements-extras.txt"}
 VAGUE_NAMES = {"utils", "util", "common", "helpers", "helper", "misc", "manager"}
 # Checkpoints hold tensors and plain data: who pickles says why here.
 PICKLES = {
-    "tests/test_archive.py",  # archives travel to loader processes
+    "tests/test_archive.py",  # archives travel to the workers of a conversion
     "tests/test_loader.py",
     "checkpoints/files.py",  # DCP's .metadata, through a list of what it may hold
     "parallelisms/peer_messages.py",  # what ranks send each other, through a list of what it may hold
@@ -186,13 +186,12 @@ def test_no_root_name_hides_another_package() -> None:
 # -- 2. sizes and names
 
 
-def test_functions_are_short() -> None:
-    """Median 12 lines, nine tenths 45; one long function, which reads from top to bottom."""
+def test_functions_can_be_read() -> None:
+    """Nine tenths have 45 lines or fewer, and none is longer than a page or two."""
     lengths = [length for _, length in functions()]
-    assert statistics.median(lengths) <= 12
     assert statistics.quantiles(lengths, n=10)[-1] <= 45
     long = [f"{name} ({length})" for name, length in functions() if length > LONGEST_FUNCTION]
-    assert all(name.startswith("train.py: ") for name in long) and len(long) <= 1, f"cut up: {long}"
+    assert not long, f"cut up: {long}"
 
 
 def test_train_stays_readable() -> None:

@@ -3,6 +3,7 @@
 import json
 import shutil
 import zlib
+from argparse import Namespace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ import zarr
 import evaluate
 from checkpoints.files import MANIFEST, complete_steps, read_manifest
 from checkpoints.identity import plain_units
+from datasets.remote import NO_OPTIONS
 from errors import ConfigError, DataError, UserError
 from planning.start_checks import open_checked
 from tests.planned import run_forecast, run_train
@@ -171,8 +173,10 @@ def test_the_climatology_is_that_of_its_period(one_rank, trained):
     def climatology(*more: str) -> float:
         config = load_checked([*options, *more])
         selection = open_checked(config)
-        path = evaluate.own_climatology(folder, selection)
-        return float(abs(xr.open_zarr(path)[NAMES[0]]).mean())
+        wanted = Namespace(climatology="", baselines=["climatology"])
+        found = evaluate.find_climatology(wanted, folder, selection, NO_OPTIONS, is_locked=True)
+        assert found
+        return float(abs(xr.open_zarr(found.path)[NAMES[0]]).mean())
 
     whole = climatology()
     assert climatology() == whole

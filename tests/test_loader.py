@@ -4,9 +4,8 @@ import numpy as np
 import pytest
 import torch
 
-from datasets.field_dataset import MemoryArchive, cache_if_small
 from datasets.loader import EvaluationSampler, FieldDataset, TrainLoader, TrainSampler
-from tests.sample_archives import NAMES, analyses, values
+from tests.sample_archives import NAMES, analyses, training_store, values
 
 
 def global_batch(step: int, local: int, accumulation: int, ranks: int) -> list[int]:
@@ -49,14 +48,6 @@ def test_dataset_reads_whole_batches(archive):
     assert times.tolist() == [first + 2 * 21600, first, first + 3 * 21600]
 
 
-def test_memory_archive_reads_the_same(archive):
-    memory = MemoryArchive(archive, NAMES, np.array([1, 2, 4]))
-    np.testing.assert_array_equal(memory.read(4, NAMES), archive.read(4, NAMES))
-    np.testing.assert_array_equal(memory.read_block(1, 3, NAMES), archive.read_block(1, 3, NAMES))
-    assert cache_if_small(archive, NAMES, np.arange(5), limit_gib=0.0) is archive
-    assert isinstance(cache_if_small(archive, NAMES, np.arange(5), limit_gib=1.0), MemoryArchive)
-
-
 def first_batches(source, num_workers: int, step: int, count: int) -> list[torch.Tensor]:
     """Fields without missing values, and times, of `count` batches from step `step` on."""
     sampler = TrainSampler(len(SAMPLES), 0, 2, 1, 0, 1)
@@ -65,10 +56,10 @@ def first_batches(source, num_workers: int, step: int, count: int) -> list[torch
     return [tensor.nan_to_num() for _ in range(count) for tensor in next(batches)]
 
 
-@pytest.mark.parametrize(("num_workers", "cached"), [(0, True), (2, False)])
-def test_resumed_loader_continues_the_sequence(archive, num_workers, cached):
-    """Also by processes, which read foreign stores."""
-    source = cache_if_small(archive, NAMES, np.arange(5), 1.0 if cached else 0.0)
-    whole = first_batches(archive, 0, step=0, count=7)
-    rest = first_batches(source, num_workers, step=4, count=3)
-    assert all(torch.equal(a, b) for a, b in zip(whole[8:], rest, strict=True))
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_resumed_loader_continues_the_sequence(archive, tmp_path, num_workers):
+    """Of a store as of the source that it was converted from."""
+    store = training_store(archive.path, tmp_path / "store")
+    complete = first_batches(archive, 0, step=0, count=7)
+    rest = first_batches(store, num_workers, step=4, count=3)
+    assert all(torch.equal(a, b) for a, b in zip(complete[8:], rest, strict=True))

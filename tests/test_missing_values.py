@@ -14,17 +14,16 @@ from datasets.archive import Archive, open_archive
 from datasets.grid import Grid
 from datasets.remote import NO_OPTIONS
 from errors import ConfigError, DataError
-from tests.forecasts import analyses, climatology, forecasts, grid, write
-from verification.baselines import AnalysesForecast, persistence
+from evaluate import choose_regions, open_forecasts
+from tests.forecasts import analyses, climatology, evaluate_one, forecasts, grid, write
+from verification.baselines import AnalysesForecast
 from verification.climatology import open_climatology
-from verification.evaluation import evaluate
-from verification.evaluation_options import choose_regions, open_forecasts
 from verification.forecast_layouts import StoredForecast, open_forecast
-from verification.scorecard import build_scorecard
+from verification.scores_by_date import evaluate
 from verification.stores import COMPUTED, DIVERGED, NO_ANALYSIS
+from verification.tables import build_scorecard
 
 LEADS = [6, 24]
-STEP = np.timedelta64(6, "h")
 HOUR = np.timedelta64(1, "h")
 
 
@@ -61,7 +60,7 @@ def stores(folder: Path, truth: xr.Dataset, units: dict[str, str]) -> list[Any]:
 @pytest.mark.parametrize("units", ["furlong d-1", "knots"])
 def test_other_units_of_unknown_variables_are_refused(tmp_path: Path, truth: xr.Dataset, units: str) -> None:
     with pytest.raises(DataError, match=f"gust: .*{units}"):
-        evaluate(*stores(tmp_path, truth, {"truth": units}))
+        evaluate_one(*stores(tmp_path, truth, {"truth": units}))
 
 
 # -- dates and cells that are missing ------------------------------------------------------------------
@@ -70,14 +69,14 @@ def test_other_units_of_unknown_variables_are_refused(tmp_path: Path, truth: xr.
 def persisted(truth: xr.Dataset, path: Path) -> tuple[AnalysesForecast, Archive]:
     archive = open_archive(write(truth, path))
     leads = np.array(LEADS, "m8[h]").astype("m8[s]")
-    return AnalysesForecast(archive, archive.variables, archive.times[:8], leads, STEP, persistence), archive
+    return AnalysesForecast(archive, archive.variables, archive.times[:8], leads), archive
 
 
 def test_a_missing_date_or_cell_leaves_only_itself_out(tmp_path: Path, truth: xr.Dataset) -> None:
-    whole = evaluate(*persisted(truth, tmp_path / "whole.zarr"))
+    whole = evaluate_one(*persisted(truth, tmp_path / "whole.zarr"))
     lacking = truth.copy(deep=True)
     lacking["2m_temperature"][3] = np.nan
-    found = evaluate(*persisted(lacking, tmp_path / "lacking.zarr"))
+    found = evaluate_one(*persisted(lacking, tmp_path / "lacking.zarr"))
     # Neither as the initial state of date 3 nor as the truth 6 h after date 2.
     kept = whole.by_date["2m_temperature"].sel(metric="mse").squeeze().values
     dates = [[0, 1, 4, 5, 6, 7], [0, 1, 2, 4, 5, 6, 7]]
@@ -88,7 +87,7 @@ def test_a_missing_date_or_cell_leaves_only_itself_out(tmp_path: Path, truth: xr
     np.testing.assert_array_equal(rmse(found.scores, "geopotential"), rmse(whole.scores, "geopotential"))
     cell = truth.copy(deep=True)
     cell["2m_temperature"][3, 2, 5] = np.nan
-    found = evaluate(*persisted(cell, tmp_path / "cell.zarr")).scores
+    found = evaluate_one(*persisted(cell, tmp_path / "cell.zarr")).scores
     assert found["2m_temperature"].sel(metric="num_dates").squeeze().values.tolist() == [8, 8]
     np.testing.assert_allclose(rmse(found, "2m_temperature"), rmse(whole.scores, "2m_temperature"), rtol=0.01)
 
@@ -96,8 +95,8 @@ def test_a_missing_date_or_cell_leaves_only_itself_out(tmp_path: Path, truth: xr
 def test_a_cell_that_the_climatology_lacks_has_no_anomaly(opened, tmp_path: Path, truth: xr.Dataset) -> None:
     means = climatology(truth)
     means["2m_temperature"][..., 1, 1] = np.nan
-    found = evaluate(*opened, climatology=open_climatology(write(means, tmp_path / "means.zarr"))).scores
-    plain = evaluate(*opened).scores
+    found = evaluate_one(*opened, climatology=open_climatology(write(means, tmp_path / "means.zarr"))).scores
+    plain = evaluate_one(*opened).scores
     np.testing.assert_array_equal(rmse(found, "2m_temperature"), rmse(plain, "2m_temperature"))
     assert np.isfinite(found["2m_temperature"].sel(metric=["acc", "truth_activity"])).all()
 
@@ -105,9 +104,9 @@ def test_a_cell_that_the_climatology_lacks_has_no_anomaly(opened, tmp_path: Path
 def test_a_variable_or_day_that_the_climatology_lacks_costs_its_acc(opened, tmp_path, truth) -> None:
     """It ended the evaluation; the forecasts are of 25 to 28 December."""
     means = climatology(truth)
-    whole = evaluate(*opened, climatology=open_climatology(write(means, tmp_path / "whole.zarr")))
+    whole = evaluate_one(*opened, climatology=open_climatology(write(means, tmp_path / "whole.zarr")))
     part = means.drop_vars("2m_temperature").sel(dayofyear=slice(1, 360))  # until 26 December
-    found = evaluate(*opened, climatology=open_climatology(write(part, tmp_path / "part.zarr")))
+    found = evaluate_one(*opened, climatology=open_climatology(write(part, tmp_path / "part.zarr")))
     assert found.scores["2m_temperature"].sel(metric="acc").isnull().all()
     np.testing.assert_array_equal(rmse(found.scores, "2m_temperature"), rmse(whole.scores, "2m_temperature"))
     early = whole.by_date["geopotential"].sel(
@@ -121,8 +120,8 @@ def test_spectra_leave_out_rows_with_missing_values(opened, tmp_path: Path, trut
     lacking = truth.copy(deep=True)
     lacking["2m_temperature"][5, 2, 3] = np.nan
     archive = open_archive(write(lacking, tmp_path / "lacking.zarr"))
-    whole = evaluate(*opened, spectra_lead=24).spectra
-    found = evaluate(opened[0], archive, spectra_lead=24).spectra
+    whole = evaluate_one(*opened, detail_lead=24).spectra
+    found = evaluate_one(opened[0], archive, detail_lead=24).spectra
     assert found is not None and whole is not None and found.sizes["lead_time"] == 1
     assert np.isfinite(found["2m_temperature"]).all()
     same = found.latitude != truth.latitude.values[2]
@@ -149,7 +148,7 @@ def test_forecasts_that_are_not_finished_are_not_scored(
     assert len(caplog.messages) == 1
     assert "from 2 of its 4 initial dates are not finished" in caplog.text
     archive = open_archive(write(truth, tmp_path / "truth.zarr"))
-    assert evaluate(opened, archive).scores.num_dates.values.tolist() == [2, 2]
+    assert evaluate_one(opened, archive).scores.num_dates.values.tolist() == [2, 2]
 
 
 @pytest.mark.parametrize("suffix", ["zarr", "nc"])
@@ -162,7 +161,7 @@ def test_a_forecast_that_blew_up_is_not_left_out(tmp_path: Path, truth: xr.Datas
         stored["2m_temperature"][1, 1] = np.nan
         path = tmp_path / f"{name}.{suffix}"
         write(stored, path) if suffix == "zarr" else stored.to_netcdf(path, engine="h5netcdf")
-        found = evaluate(open_forecast(str(path)), archive).scores
+        found = evaluate_one(open_forecast(str(path)), archive).scores
         assert np.isfinite(rmse(found, "2m_temperature")).tolist() == [True, name == "missing"]
 
 
@@ -195,9 +194,10 @@ def test_few_dates_are_never_significant(tmp_path: Path, truth: xr.Dataset) -> N
     archive = open_archive(write(truth, tmp_path / "truth.zarr"))
     stored = forecasts(truth, 8, LEADS)
     worse = stored.assign(geopotential=stored["geopotential"] + 500)
-    found = {}
-    for name, each in (("model", stored), ("worse", worse)):
-        found[name] = evaluate(open_forecast(write(each, tmp_path / f"{name}.zarr")), archive)
-    card = build_scorecard("model", "worse", found)
+    both = {
+        name: open_forecast(write(each, tmp_path / f"{name}.zarr"))
+        for name, each in (("model", stored), ("worse", worse))
+    }
+    card = build_scorecard(evaluate(both, archive).by_date, "model", "worse")
     assert card.attrs["dates_needed"] == 60  # six times five days, twice a day
     assert min(card["percent"].tolist()) < 0 and True not in card["significant"].tolist()

@@ -5,19 +5,18 @@ import pytest
 import xarray as xr
 
 from datasets.archive import open_archive
-from datasets.grid import area_weights
 from datasets.plausibility import refuse_fills
-from datasets.statistics import Source, compute
+from datasets.statistics import Statistics
 from errors import DataError
-from tests.sample_archives import analyses, weatherbench
+from tests.sample_archives import analyses, training_store, weatherbench
 
 NAME = "2m_temperature"
 STEP = np.timedelta64(6 * 3600, "s")
 
 
 def statistics_of(tmp_path, ds: xr.Dataset) -> None:
-    archive = open_archive(weatherbench(tmp_path, ds))
-    compute(Source(archive, [NAME], np.arange(5), STEP, area_weights(archive.grid.latitude)))
+    store = training_store(weatherbench(tmp_path, ds), tmp_path / "store")
+    Statistics.of(store, [NAME], np.arange(5), STEP)
 
 
 @pytest.mark.parametrize("fill", [9.96921e36, 1e30, 1e20, -9999.0, -32767.0])

@@ -5,13 +5,13 @@ from pathlib import Path
 import matplotlib.pyplot as plt
 import numpy as np
 import pytest
+import xarray as xr
 from matplotlib.figure import Figure
 
 from datasets.grid import global_grid
-from datasets.variables import short_label
 from verification import plots
 from verification.plots import plot_run
-from verification.score_tables import by_variable
+from verification.tables import by_variable
 from verification.validation import Scores
 
 NAMES = ["geopotential:500", "2m_temperature", "a", "b", "leaf_wetness"]
@@ -31,7 +31,8 @@ def scores_of(names: list[str], hours: list[int], num_dates: list[int], units: d
     coords = {"metric": ["rmse"], "region": ["global"], "lead_time": leads}
     coords["num_dates"] = ("lead_time", num_dates)
     dims = ("metric", "region", "lead_time", "variable")
-    table = by_variable(np.ones((1, 1, len(hours), len(names))), dims, names, coords, units)
+    ones = xr.DataArray(np.ones((1, 1, len(hours), len(names))), coords, dims)
+    table = by_variable(ones, names, units)
     return Scores(names, {"model": table}, 0.5)
 
 
@@ -47,10 +48,11 @@ def test_the_first_four_are_mapped(tmp_path: Path, drawn: dict[str, Figure]) -> 
     """Truth (0) and forecast (3) share their colours."""
     run(tmp_path)
     titles = [axes.get_title() for axes in drawn["maps.png"].axes if axes.get_title().startswith("truth")]
-    assert titles == ["truth: z500 (m2 s-2)", "truth: t2m (K)", "truth: a", "truth: b"]
+    expected = ["geopotential at 500 hPa (m2 s-2)", "2m temperature (K)", "a", "b"]
+    assert titles == [f"truth: {name}" for name in expected]
     assert "47 initial dates at 6 h, 7 at 240 h" in drawn["rmse.png"].get_suptitle()
-    assert [axes.get_title().split()[0] for axes in drawn["rmse.png"].axes[:5]] == [
-        short_label(n) for n in NAMES
-    ]
+    titles = [axes.get_title() for axes in drawn["rmse.png"].axes[:5]]
+    assert titles == [*expected, "leaf wetness (mm)"]
+    assert {axes.get_xlabel() for axes in drawn["rmse.png"].axes[:5]} == {"lead time (days)"}
     assert [axes.collections[0].get_clim() for axes in drawn["maps.png"].axes[:2]] == [(0, 3), (0, 3)]
     plt.close("all")

@@ -84,7 +84,6 @@ def configuration(folder: Path, run: Path, path: str) -> list[str]:
             "variables": ["geopotential:500", "2m_temperature"],
             "train_period": ["2020-01-01", "2020-01-06"],
             "validation_period": ["2020-01-07", "2020-01-10"],
-            "cache_gib": 0.0,
         },
         training={"steps": 3, "local_batch_size": 4},
         checkpoint={"async_mode": "disabled"},

@@ -5,6 +5,7 @@ import math
 import numpy as np
 import pytest
 import torch
+import xarray as xr
 
 from datasets.grid import Grid
 from tests.forecasts import grid as coordinates
@@ -12,7 +13,6 @@ from verification.scores import (
     REGIONS,
     RegionMeans,
     append_wind,
-    complete,
     date_statistics,
     final_scores,
     region_weights,
@@ -76,6 +76,13 @@ def fields(grid: Grid, members: int = 0, seed: int = 0) -> tuple[np.ndarray, np.
     return forecast.astype("f4"), truth.astype("f4"), climatology.astype("f4")
 
 
+def statistics_of(
+    forecast: torch.Tensor, truth: torch.Tensor, climatology: torch.Tensor | None, mean: RegionMeans
+) -> torch.Tensor:
+    """(S, V, R) of a single forecast."""
+    return date_statistics([forecast], truth, climatology, mean)[0]
+
+
 @pytest.mark.parametrize("members", [0, 2, 5])
 @pytest.mark.parametrize("missing", [False, True])
 @pytest.mark.parametrize("shape", GRIDS.values(), ids=GRIDS.keys())
@@ -86,13 +93,14 @@ def test_statistics_are_those_of_a_loop(shape: tuple, missing: bool, members: in
         truth[0, 1, 2] = truth[1, 4:] = truth[2, 3, :3] = np.nan
         forecast[..., 0, 1, 2] = np.nan  # where there is no truth nobody asks
     mean = RegionMeans(grid, REGION_NAMES)
-    names = statistic_names(with_climatology=True, num_members=members)
-    values, present = date_statistics(*map(torch.from_numpy, (forecast, truth, climatology)), mean)  # type: ignore[reportCallIssue]
-    values = complete(values, names)
-    assert values.dtype == torch.float64 and present.all()
+    names = statistic_names(with_climatology=True, with_members=members > 0)
+    of_forecast, of_truth, normal = map(torch.from_numpy, (forecast, truth, climatology))
+    values = statistics_of(of_forecast, of_truth, normal, mean)
+    assert values.dtype == torch.float64 and values.isfinite().all()
     for v in range(3):
         for r, region in enumerate(REGION_NAMES):
             expected = loop_statistics(forecast[..., v, :, :], truth[v], climatology[v], grid, region)
+            expected = {name: expected[name] for name in names}
             found = dict(zip(names, values[:, v, r].tolist(), strict=True))
             assert found == pytest.approx(expected, rel=1e-12)
 
@@ -103,9 +111,10 @@ def test_a_broken_forecast_shows_where_it_is_broken_and_nowhere_else(value: floa
     forecast, truth, climatology = fields(grid)
     forecast[1, 0, 0] = value  # at 85 N
     mean = RegionMeans(grid, ["global", "tropics", "arctic", "antarctic"])
-    values, present = date_statistics(*map(torch.from_numpy, (forecast, truth, climatology)), mean)  # type: ignore[reportCallIssue]
-    broken = torch.isnan(values).any(0)
-    assert present.all() and broken[1].tolist() == [True, False, True, False]
+    of_forecast, of_truth, normal = map(torch.from_numpy, (forecast, truth, climatology))
+    values = statistics_of(of_forecast, of_truth, normal, mean)
+    broken = torch.isinf(values).any(0)
+    assert not values.isnan().any() and broken[1].tolist() == [True, False, True, False]
     assert not broken[[0, 2]].any()
 
 
@@ -113,8 +122,8 @@ def test_a_field_without_truth_is_absent_and_a_region_off_the_grid_too() -> None
     grid = Grid(np.arange(60.0, 29, -3), np.arange(0, 31, 3.0))
     forecast, truth, _ = map(torch.from_numpy, fields(grid))
     truth[2] = torch.nan
-    _, present = date_statistics(forecast, truth, None, RegionMeans(grid, ["global", "ausnz"]))
-    assert present.tolist() == [[True, False], [True, False], [False, False]]
+    values = statistics_of(forecast, truth, None, RegionMeans(grid, ["global", "ausnz"]))
+    assert (~values[0].isnan()).tolist() == [[True, False], [True, False], [False, False]]
     assert set(regions_on(grid)) == {"global", "extra-tropics", "northern-hemisphere", "europe", "arctic"}
 
 
@@ -143,13 +152,24 @@ def test_regions_are_the_cells_whose_centres_lie_inside() -> None:
 
 
 def test_scores_of_means_in_closed_form() -> None:
-    one = lambda value: torch.tensor(value, dtype=torch.float64)  # noqa: E731
-    means = {"mse": one(4.0), "mae": one(1.5), "bias": one(-1.0), "rmse_sqrt_before_time_avg": one(1.9)}
-    means |= {"anomaly_covariance": one(3.0), "forecast_anomaly_square": one(9.0)}
-    means |= {"truth_anomaly_square": one(4.0), "acc": one(0.6), "crps": one(1.0), "variance": one(1.0)}
-    found = {name: float(value) for name, value in final_scores(means, num_members=2).items()}
-    expected = {"mse": 4, "rmse": 2, "rmse_sqrt_before_time_avg": 1.9, "mae": 1.5, "bias": -1, "acc": 0.6}
+    """Two dates; the anomalies of the second are twice those of the first."""
+    dates = {"mse": [1, 7], "mae": [1, 2], "bias": [-3, 1], "anomaly_covariance": [1.2, 4.8]}
+    dates |= {"forecast_anomaly_square": [3.6, 14.4], "truth_anomaly_square": [1.6, 6.4]}
+    dates |= {"crps": [0.5, 1.5], "variance": [0, 2], "common_area": [1, 0.5]}
+    statistics = xr.DataArray(list(dates.values()), {"score": list(dates)}, ("score", "initial_time"))
+    scores = final_scores(statistics, num_members=2)
+    found = {name: float(scores.sel(metric=name)) for name in scores.metric.values}
+    expected = {
+        "mse": 4,
+        "rmse": 2,
+        "rmse_sqrt_before_time_avg": (1 + math.sqrt(7)) / 2,
+        "mae": 1.5,
+        "bias": -1,
+    }
     expected |= {
+        "num_dates": 2,
+        "common_area": 0.75,
+        "acc": 0.5,
         "acc_ratio_of_means": 0.5,
         "forecast_activity": 3,
         "truth_activity": 2,
@@ -165,11 +185,10 @@ def test_wind_vectors_add_the_squares_of_both_components() -> None:
     variables += ["10m_u_component_of_wind", "u_component_of_wind:850"]
     pairs = wind_pairs(variables)
     assert pairs == {"wind_vector:500": (0, 2), "10m_wind_vector": (3, 1)}
-    values = torch.arange(10, dtype=torch.float64).view(2, 5, 1)
-    present = torch.tensor([[True], [True], [True], [False], [True]])
-    found, there = append_wind(values, present, pairs)
-    assert found[0, 5:, 0].tolist() == [2, 4] and found[1, 5:].isnan().all()
-    assert there[5:, 0].tolist() == [True, False]
+    values = np.arange(10.0).reshape(2, 5, 1)
+    values[0, 3] = np.nan
+    found = append_wind(values, ["mse", "mae"], pairs)
+    assert found[0, 5, 0] == 2 and np.isnan(found[0, 6, 0]) and np.isnan(found[1, 5:]).all()
 
 
 def test_means_do_not_depend_on_threads_nor_on_the_block_of_variables() -> None:
@@ -177,12 +196,12 @@ def test_means_do_not_depend_on_threads_nor_on_the_block_of_variables() -> None:
     grid, threads = make_grid(37, 72, True), torch.get_num_threads()
     forecast, truth, climatology = map(torch.from_numpy, fields(grid))
     mean = RegionMeans(grid, ["global"])
-    found = [date_statistics(forecast, truth, climatology, mean)[0]]
+    found = [statistics_of(forecast, truth, climatology, mean)]
     torch.set_num_threads(threads + 2)
-    found.append(date_statistics(forecast, truth, climatology, mean)[0])
+    found.append(statistics_of(forecast, truth, climatology, mean))
     torch.set_num_threads(threads)
     alone = [
-        date_statistics(f[None], t[None], c[None], mean)[0]
+        statistics_of(f[None], t[None], c[None], mean)
         for f, t, c in zip(forecast, truth, climatology, strict=True)
     ]
     assert torch.equal(found[0], found[1]) and torch.equal(found[0], torch.cat(alone, dim=1))

@@ -1,35 +1,25 @@
-"""Streaming statistics against numpy over everything at once; by many ranks, and over more dates; and
-physical fields to normalised ones and back.
+"""Statistics against numpy over everything at once, and of a resumed run; physical fields to normalised
+ones and back.
 """
 
-import os
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
+import xarray as xr
 import zarr
 
-from datasets.archive import open_archive
+from datasets import statistics as module
+from datasets.archive import Archive, open_archive
 from datasets.channels import Channels
-from datasets.grid import Grid, area_weights, global_grid
+from datasets.grid import area_weights
 from datasets.normalization import Normalizer
-from datasets.statistics import (
-    Counting,
-    Source,
-    Statistics,
-    compute,
-    first_shift,
-    sampled_pairs,
-)
+from datasets.statistics import Statistics, load_statistics, read_changes
 from errors import DataError
-from tests.sample_archives import NAMES, analyses, values, weatherbench
-from training import shared_statistics
-from training.shared_statistics import load_or_count
+from tests.sample_archives import NAMES, analyses, training_store, values, weatherbench
 
 STEP = np.timedelta64(6 * 3600, "s")
 
@@ -43,11 +33,21 @@ def moments(fields: np.ndarray, area: np.ndarray) -> tuple[np.ndarray, np.ndarra
     return mean, np.sqrt(squares / total)
 
 
+def of(archive: Archive, dates: Sequence[int] = range(5), step: np.timedelta64 = STEP) -> Statistics:
+    return Statistics.of(archive, NAMES, np.array(dates), step)
+
+
+@pytest.fixture(params=["a store", "a source"])
+def either(request, archive, tmp_path) -> Archive:
+    """Analyses, as a training store with moments, and as a source that is read."""
+    return archive if request.param == "a source" else training_store(archive.path, tmp_path / "store")
+
+
 @pytest.mark.parametrize("dates", [[0, 1, 2, 3, 4], [0, 1, 3, 4]], ids=["all", "with a gap"])
-def test_statistics_are_those_of_all_dates_at_once(archive, dates):
+def test_statistics_are_those_of_all_dates_at_once(either, dates):
     """Changes do not cross gaps."""
-    fields, area = values(analyses()).astype(np.float64), area_weights(archive.grid.latitude)
-    statistics = compute(Source(archive, NAMES, np.array(dates), STEP, area))
+    fields, area = values(analyses()).astype(np.float64), area_weights(either.grid.latitude)
+    statistics = of(either, dates)
     mean, std = moments(fields[dates], area)
     changes = np.stack([fields[date + 1] - fields[date] for date in dates if date + 1 in dates])
     np.testing.assert_allclose(statistics.mean, mean, rtol=1e-6, atol=1e-7)
@@ -56,28 +56,96 @@ def test_statistics_are_those_of_all_dates_at_once(archive, dates):
     np.testing.assert_allclose(statistics.mean_field, np.nanmean(fields[dates], axis=0), rtol=1e-5, atol=1e-6)
 
 
+def test_a_store_gives_the_digits_of_its_fields(archive, tmp_path):
+    """Its rows are those of the fields that are read, in any number of shards."""
+    whole = of(training_store(archive.path, tmp_path / "one"))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("datasets.convert.SHARD_DATES", 2)
+        shards = of(training_store(archive.path, tmp_path / "three"))
+    read = of(archive)
+    for name in ("mean", "std"):
+        np.testing.assert_array_equal(getattr(whole, name), getattr(read, name))
+    for name in ("mean", "std", "change_std", "missing"):
+        np.testing.assert_array_equal(getattr(whole, name), getattr(shards, name))
+    np.testing.assert_allclose(whole.change_std, read.change_std, rtol=1e-12)
+    np.testing.assert_allclose(whole.mean_field, shards.mean_field, rtol=1e-6)
+
+
+def test_the_change_over_another_step_than_the_stores(archive, tmp_path):
+    """It is computed from fields that are read."""
+    fields, area = values(analyses()).astype(np.float64), area_weights(archive.grid.latitude)
+    found = of(training_store(archive.path, tmp_path / "store"), step=2 * STEP).change_std
+    np.testing.assert_allclose(found, moments(fields[2:] - fields[:-2], area)[1], rtol=1e-5)
+
+
 def test_dates_without_any_value_are_left_out(tmp_path):
     ds = analyses()
     ds["2m_temperature"][3] = np.nan
-    archive = open_archive(weatherbench(tmp_path, ds))
-    statistics = compute(source_of(archive.path))
-    assert np.isfinite(statistics.mean_field).all()
+    store = training_store(weatherbench(tmp_path, ds), tmp_path / "store")
+    assert np.isfinite(of(store).mean_field).all()
+    np.testing.assert_allclose(
+        of(store).mean_field, np.nanmean(values(ds)[[0, 1, 2, 4]].astype("f8"), axis=0), rtol=1e-5, atol=1e-6
+    )
 
 
-def source_of(path: str, count: int = 5) -> Source:
-    archive = open_archive(path)
-    return Source(archive, NAMES, np.arange(count), STEP, area_weights(archive.grid.latitude))
+def test_a_change_counts_only_between_two_dates_with_values(tmp_path):
+    """Neither a pair with an empty later date counts, nor one with an empty earlier one."""
+    ds = analyses()
+    ds["geopotential"][2, 0] = np.nan  # of five dates the pairs (0, 1) and (3, 4) are left
+    store = training_store(weatherbench(tmp_path, ds), tmp_path / "store")
+    fields = values(ds).astype(np.float64)
+    changes = np.stack([fields[1] - fields[0], fields[4] - fields[3]])
+    v = NAMES.index("temperature:850")
+    weights = np.broadcast_to(area_weights(store.grid.latitude)[:, None], changes[:, v].shape)
+    mean = np.average(changes[:, v], weights=weights)
+    expected = np.sqrt(np.average((changes[:, v] - mean) ** 2, weights=weights))
+    assert of(store).change_std[v] == pytest.approx(expected, rel=1e-12)
 
 
-def test_cache_is_used_for_the_same_data_only(one_rank, archive, tmp_path, monkeypatch):
-    cache, source = tmp_path / "run" / "statistics.npz", source_of(archive.path)
-    first = load_or_count(cache, source)
-    with monkeypatch.context() as patched:
-        patched.setattr("training.shared_statistics.count_together", lambda *_: pytest.fail("counted"))
-        again = load_or_count(cache, source)
-    np.testing.assert_array_equal(first.std, again.std)
-    other = load_or_count(cache, source_of(archive.path, 4))
-    assert other.fingerprint != first.fingerprint
+def test_statistics_without_any_pair_are_refused(either):
+    with pytest.raises(DataError, match="no two dates a model step apart have values of all of them"):
+        of(either, [0, 2, 4])
+
+
+def test_sampled_changes_are_near_those_of_all_dates(tmp_path, monkeypatch):
+    """Of all hours of the day: what changes in the morning differs from what changes at night."""
+    rng, num_dates = np.random.default_rng(1), 1200
+    noise = rng.normal(size=(num_dates, 4, 8))
+    for date in range(1, num_dates):  # what tomorrow is depends on today
+        noise[date] = 0.97 * noise[date - 1] + 0.24 * noise[date]
+    hours = np.array([0.0, 1.0, 2.0, -3.0])[np.arange(num_dates) % 4]  # no two steps change alike
+    times = np.datetime64("2000-01-01", "ns") + np.arange(num_dates) * STEP
+    coords = {"time": times, "latitude": [67.5, 22.5, -22.5, -67.5], "longitude": np.arange(8) * 45.0}
+    field = (280 + 5 * noise + hours[:, None, None]).astype("f4")
+    xr.Dataset({"t2m": (tuple(coords), field)}, coords).to_netcdf(tmp_path / "a.nc", engine="h5netcdf")
+    archive = open_archive(str(tmp_path / "a.nc"))
+    monkeypatch.setattr(module, "PAIRS", 200)
+    weight, first, second = read_changes(archive, ["2m_temperature"], np.arange(1, num_dates), STEP)[0]
+    changes, area = np.diff(field.astype("f8"), axis=0)[:, None], area_weights(archive.grid.latitude)
+    exact = moments(changes, area)[1][0]
+    assert np.sqrt(second / weight - (first / weight) ** 2) == pytest.approx(exact, rel=0.05)
+
+
+# -- those of a run
+
+
+def load(path: Path, archive: Archive, count: int = 5, trained: Any = None) -> Statistics:
+    return load_statistics(path, archive, NAMES, np.arange(count), STEP, trained)
+
+
+def test_a_damaged_file_is_said_and_written_again(archive, tmp_path, caplog):
+    path, store = tmp_path / "statistics.npz", training_store(archive.path, tmp_path / "store")
+    first = load(path, store)
+    size = path.stat().st_size
+    for left in (0, size // 2, size - 1):
+        path.write_bytes(path.read_bytes()[:left])
+        np.testing.assert_array_equal(load(path, store).mean, first.mean)
+        assert path.stat().st_size == size
+    assert caplog.text.count("is damaged") == 3
+    path.unlink()
+    path.mkdir()
+    with pytest.raises(DataError, match="statistics.npz: is a folder; remove it"):
+        load(path, store)
 
 
 def warm(path: str) -> None:
@@ -86,183 +154,23 @@ def warm(path: str) -> None:
     array[2] = array[2] + 5
 
 
-def test_a_change_in_the_middle_is_seen(one_rank, tmp_path):
-    """First and last date stay as they were: a look at these alone would pass it."""
-    path, cache = weatherbench(tmp_path, analyses()), tmp_path / "statistics.npz"
-    before = load_or_count(cache, source_of(path))
-    warm(path)
-    after = load_or_count(cache, source_of(path))
-    assert after.mean[NAMES.index("2m_temperature")] > before.mean[NAMES.index("2m_temperature")] + 0.5
-
-
-def test_a_damaged_cache_is_said_and_made_anew(one_rank, archive, tmp_path, caplog):
-    cache, source = tmp_path / "statistics.npz", source_of(archive.path)
-    whole = load_or_count(cache, source)
-    size = cache.stat().st_size
-    for left in (0, size // 2, size - 1):
-        cache.write_bytes(cache.read_bytes()[:left])
-        np.testing.assert_array_equal(load_or_count(cache, source).mean, whole.mean)
-        assert cache.stat().st_size == size
-    assert caplog.text.count("is damaged") == 3
-
-
-def test_a_resumed_run_keeps_its_statistics(one_rank, tmp_path, caplog):
-    """Through dates that have come since, a copy of the data, a lost file; not through other fields."""
-    caplog.set_level("INFO")
-    path, cache = weatherbench(tmp_path, analyses()), tmp_path / "statistics.npz"
-    first = load_or_count(cache, source_of(path, 4))
-    grown = load_or_count(cache, source_of(path, 5), first.numbers)
+def test_a_resumed_run_keeps_its_statistics(tmp_path):
+    """Through dates that have come since, and a lost file; not through other fields, or fewer dates."""
+    source, path = weatherbench(tmp_path, analyses()), tmp_path / "statistics.npz"
+    store = training_store(source, tmp_path / "store")
+    first = load(path, store, 4)
+    grown = load(path, store, 5, first.numbers)
     assert grown.numbers == first.numbers and len(grown.dates) == 4
-    os.utime(next(Path(path, "2m_temperature").glob("[0-9]*")))  # as a copy has it
-    assert load_or_count(cache, source_of(path, 5), first.numbers).numbers == first.numbers
-    assert "other files than before, with the same statistics" in caplog.text
-    cache.unlink()
-    assert load_or_count(cache, source_of(path, 4), first.numbers).numbers == first.numbers
-    warm(path)
-    with pytest.raises(DataError, match="mean of 2m_temperature is .* here and was .*; take the data"):
-        load_or_count(cache, source_of(path, 4), first.numbers)
-
-
-def test_another_cache_than_was_written_is_one_line(one_rank, archive, tmp_path):
-    """Another shape; a folder of that name."""
-    path, source = tmp_path / "statistics.npz", source_of(archive.path)
-    statistics = load_or_count(path, source)
-    replace(statistics, std=statistics.std[:2]).write(path)
-    with pytest.raises(DataError, match="statistics.npz: its arrays differ in length; remove it"):
-        load_or_count(path, source)
     path.unlink()
-    path.mkdir()
-    with pytest.raises(DataError, match="statistics.npz: is a folder; remove it, and the next start"):
-        load_or_count(path, source)
-
-
-# -- dates in pairs
-
-
-@dataclass
-class Simulated:
-    """Fields in memory, 6-hourly: a wave that turns round the globe, and a warmth of the day."""
-
-    times: np.ndarray
-    grid: Grid
-    values: np.ndarray  # (T, 1, H, W)
-    path: str = "simulated"
-
-    def read(self, index: int, variables: Sequence[str]) -> np.ndarray:
-        return self.values[index]
-
-    def read_block(self, start: int, stop: int, variables: Sequence[str]) -> np.ndarray:
-        return self.values[start:stop]
-
-    def files_state(self, variables: Sequence[str]) -> bytes:
-        return b"as they are"
-
-
-def weather(num_dates: int) -> Source:
-    rng, grid = np.random.default_rng(1), global_grid((4, 8))
-    times = np.datetime64("2000-01-01", "s") + np.arange(num_dates) * STEP
-    noise = rng.normal(size=(num_dates, 1, 4, 8))
-    for date in range(1, num_dates):  # what tomorrow is depends on today
-        noise[date] = 0.97 * noise[date - 1] + 0.24 * noise[date]
-    hours = np.array([0.0, 1.0, 2.0, -3.0])[np.arange(num_dates) % 4]  # no two steps change alike
-    fields: Any = Simulated(times, grid, (280 + 5 * noise + hours[:, None, None, None]).astype(np.float32))
-    return Source(fields, ["2m_temperature"], np.arange(num_dates), STEP, area_weights(grid.latitude))
-
-
-@pytest.mark.parametrize("num_dates", [3001, 12_000])
-def test_sampled_pairs_give_the_change_of_all_dates(num_dates):
-    """Evenly spaced dates have no two one step apart, and can all be of one hour: 3,001 dates in 750 steps
-    are.
-    """
-    source = weather(num_dates)
-    few = sampled_pairs(source, 400)
-    assert 300 < len(few) <= 400
-    whole, some = (compute(replace(source, dates=dates)) for dates in (source.dates, few))
-    assert abs(some.change_std[0] / whole.change_std[0] - 1) < 0.05
-    assert abs(some.std[0] / whole.std[0] - 1) < 0.05 and abs(some.mean[0] - whole.mean[0]) < 0.5
-
-
-def test_two_dates_of_a_pair_both_count():
-    source = weather(100)
-    few = sampled_pairs(source, 2)
-    assert len(few) == 2 and few[1] == few[0] + 1
-
-
-def test_statistics_without_any_pair_are_refused():
-    source = weather(100)
-    with pytest.raises(DataError, match="no two dates a model step apart have values of all of them"):
-        compute(replace(source, dates=np.arange(0, 100, 2)))
-
-
-# -- by many ranks, many times
-
-
-def of_a_rank(path: str, cache: Path, count: int) -> Statistics:
-    return load_or_count(cache, source_of(path, count))
-
-
-def equal_to_rounding(one: Statistics, other: Statistics) -> None:
-    for name in ("mean", "std", "change_std"):
-        np.testing.assert_array_equal(getattr(one, name), getattr(other, name))
-    np.testing.assert_allclose(one.mean_field, other.mean_field, rtol=2e-7, atol=1e-7)
-    np.testing.assert_array_equal(one.dates, other.dates)
-
-
-def test_four_ranks_count_what_one_counts(ranks, tmp_path):
-    """The moments to the bit: each date's share is the same, and they are added in the dates' order."""
-    ds = analyses()
-    ds["temperature"][1] = np.nan
-    path = weatherbench(tmp_path, ds)
-    together = ranks(4).run(of_a_rank, path, tmp_path / "run" / "statistics.npz", 5)
-    alone = compute(source_of(path))
-    for statistics in together:
-        equal_to_rounding(statistics, alone)
-
-
-def interrupted(path: str, cache: Path) -> str:
-    """Rank 1 meets a fault in its last date; the others are told."""
-    source = source_of(path)
-    read = source.fields.read_block
-
-    def failing(start: int, stop: int, variables: Sequence[str]) -> np.ndarray:
-        if dist.get_rank() == 1:
-            raise DataError("chunk 2 is damaged")
-        return read(start, stop, variables)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(source.fields, "read_block", failing)
-        patch.setattr(shared_statistics, "ROUND_SECONDS", 0.0)
-        with pytest.raises(DataError) as error:
-            load_or_count(cache, source)
-    return str(error.value)
-
-
-def test_what_one_rank_cannot_read_is_said_by_all(ranks, tmp_path):
-    path = weatherbench(tmp_path, analyses())
-    said = ranks(4).run(interrupted, path, tmp_path / "statistics.npz")
-    assert said == ["chunk 2 is damaged"] * 4
-
-
-def test_a_change_counts_only_between_two_dates_with_values(tmp_path):
-    """Neither a pair with an empty later date counts, nor one with an empty earlier one."""
-    ds = analyses()
-    ds["geopotential"][2, 0] = np.nan  # of five dates the pairs (0, 1) and (3, 4) are left
-    source = source_of(weatherbench(tmp_path, ds))
-    fields = values(ds).astype(np.float64)
-    changes = np.stack([fields[1] - fields[0], fields[4] - fields[3]])
-    v = NAMES.index("temperature:850")
-    weights = np.broadcast_to(source.weights[:, None], changes[:, v].shape)
-    mean = np.average(changes[:, v], weights=weights)
-    expected = np.sqrt(np.average((changes[:, v] - mean) ** 2, weights=weights))
-    assert compute(source).change_std[v] == pytest.approx(expected, rel=1e-12)
-    shift = first_shift(source)
-    parts = [Counting(source, part, shift) for part in (source.dates[:3], source.dates[3:])]
-    for part in parts:
-        part.go_on()
-    both = parts[0].sums
-    both.dates += parts[1].sums.dates  # the empty date is read by the second part, too
-    both.rows += parts[1].sums.rows
-    assert both.moments()[2][v] == pytest.approx(expected, rel=1e-12)
+    assert load(path, store, 4, first.numbers).numbers == first.numbers
+    load(path, store, 4)
+    short = training_store(source, tmp_path / "short", "--period", "2019-12-31T12", "2020-01-02")
+    with pytest.raises(DataError, match="lacks 1 dates that the run was trained on, the first 2019-12-31T06"):
+        load_statistics(path, short, NAMES, np.arange(4), STEP, first.numbers)
+    warm(source)
+    warmed = training_store(source, tmp_path / "warmed")
+    with pytest.raises(DataError, match="mean of 2m_temperature is .* here and was .*; take the data"):
+        load(path, warmed, 4, first.numbers)
 
 
 # -- normalised fields
@@ -270,7 +178,7 @@ def test_a_change_counts_only_between_two_dates_with_values(tmp_path):
 
 @pytest.mark.parametrize("predict", ["state", "change"])
 def test_normalizer(archive, predict):
-    statistics = compute(source_of(archive.path))
+    statistics = of(archive)
     normalizer = Normalizer(statistics, predict, Channels(tuple(NAMES)))
     fields = torch.from_numpy(values(analyses()))
     state, mask = normalizer.normalize(fields)

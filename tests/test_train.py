@@ -94,7 +94,7 @@ def test_a_run_leaves_what_the_contract_names_and_learns(config_file, tmp_path):
 
 
 def test_a_resumed_run_repeats_to_the_bit(config_file, tmp_path):
-    """Losses and the validation, with loader processes; tests/test_exact_resume.py has the weights."""
+    """Losses and the validation, with reading threads; tests/test_exact_resume.py has the weights."""
     options = ["--checkpoint.enable", "--checkpoint.interval", "4", "--lr_scheduler.decay_type", "constant"]
     options += ["--model.stochastic_depth", "0.2"]  # draws random numbers in every step
     whole = run(config_file, tmp_path / "whole", *options)
@@ -170,7 +170,7 @@ def one(config_file: Path, tmp_path_factory) -> list[dict]:
     "options",
     [
         ["--training.local_batch_size=4"],
-        [*UNET, "--parallelism.context_parallel_degree=2", "--data.cache_gib=0"],
+        [*UNET, "--parallelism.context_parallel_degree=2"],
         [*UNET, "--parallelism.context_parallel_degree=2", "--activation_checkpoint.mode=full"],
         [*UNET, "--training.local_batch_size=4"],
     ],

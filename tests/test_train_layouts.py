@@ -49,7 +49,6 @@ def train(config_file: Path, ranks: int, options: tuple[str, ...]) -> list[dict[
         "--validation.enable",
         '--data.validation_period=["2020-01-10", "2020-01-11"]',
         "--validation.lead_hours=[6]",
-        f"--data.cache_gib={0 if splits else 1}",  # read together, a variable a rank
     ]
     job = Job(config_file, folder, *settings, *options, command=started_by("train.py", ranks))
     assert job.end(200) == 0, job.output

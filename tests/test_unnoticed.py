@@ -19,15 +19,14 @@ from datasets.plausibility import refuse_fills
 from datasets.selection import check_static
 from errors import ConfigError, DataError
 from tests.forecasts import analyses as scored_analyses
-from tests.forecasts import forecasts, grid, write
+from tests.forecasts import evaluate_one, forecasts, grid, write
 from tests.planned import run_train
 from tests.sample_archives import analyses, anemoi, weatherbench, zarr_chunked
 from tests.started_jobs import small_dataset, small_wave, write_config
 from training.config_checks import load_checked
-from verification.evaluation import evaluate
 from verification.forecast_layouts import open_forecast
-from verification.score_tables import lead_hours
 from verification.stores import COMPUTED
+from verification.tables import lead_hours
 
 T2M, U10 = "2m_temperature", "10m_u_component_of_wind"
 
@@ -104,6 +103,8 @@ def test_static_fields_are_checked_like_others(caplog):
         check_static({"land_sea_mask": np.where(np.arange(24).reshape(4, 6) == 7, np.inf, mask)}, "a.nc")
     with pytest.raises(DataError, match="land_sea_mask is -9999 in 4 cells"):
         check_static({"land_sea_mask": np.where(mask > 0, -9999, 0)}, "a.nc")
+    with pytest.raises(DataError, match="land_sea_mask is missing in all cells"):
+        check_static({"land_sea_mask": mask * np.nan}, "a.nc")
     check_static({"land_sea_mask": np.where(mask > 0, np.nan, mask)}, "a.nc")
     assert "16.7 % of its cells are missing" in caplog.text
 
@@ -199,7 +200,7 @@ def test_a_forecast_of_cell_means_is_perfect_in_any_region(tmp_path, region):
         },
     )
     source = open_archive(write(truth, tmp_path / "truth.zarr"), region=region)
-    scores = evaluate(open_forecast(write(made, tmp_path / "f.zarr")), source).scores
+    scores = evaluate_one(open_forecast(write(made, tmp_path / "f.zarr")), source).scores
     assert scores[T2M].sel(metric="num_dates").max() == 2
     assert scores[T2M].sel(metric="rmse", region="global").max() < 1e-6
 
@@ -224,7 +225,7 @@ def test_cells_that_the_initial_analysis_lacks_are_scored_as_in_training(tmp_pat
     if is_ours:
         ds["forecast_status"] = (ds[T2M].dims[:2], np.full((2, 1), COMPUTED, "i1"))
     path = write(ds, tmp_path / "f.zarr")
-    scores = evaluate(open_forecast(path), open_archive(write(truth, tmp_path / "t.zarr"))).scores
+    scores = evaluate_one(open_forecast(path), open_archive(write(truth, tmp_path / "t.zarr"))).scores
     found = float(scores[T2M].sel(metric="rmse", region="global").squeeze())
     assert (found == pytest.approx(1.0)) == is_ours
 

@@ -1,16 +1,14 @@
 """Scores and baselines against numpy in float64."""
 
-from unittest.mock import Mock
-
 import numpy as np
 import pytest
 import torch
 
 from datasets.archive import open_archive
 from datasets.convert import main
-from datasets.field_dataset import FieldDataset, cache_if_small
+from datasets.field_dataset import FieldDataset
 from datasets.grid import area_weights
-from datasets.loader import build_loader
+from datasets.loader import Loader
 from datasets.selection import Selection
 from errors import ConfigError
 from tests.sample_archives import NAMES, analyses, values, weatherbench
@@ -85,7 +83,7 @@ def test_a_forecast_equal_to_the_truth_scores_zero_and_nan_is_not_hidden(one_ran
 
 def test_damped_persistence_is_the_least_squares_fit(one_rank, dataset, area):
     mean_field = torch.from_numpy(np.nanmean(values(analyses()), axis=0))
-    forecasts = fit_baselines(dataset, mean_field, area, [1, 2], batch_size=2)
+    forecasts = fit_baselines(dataset.archive, NAMES, SAMPLES, mean_field, [1, 2])
     fields = values(analyses()).astype(np.float64) - mean_field.double().numpy()
     state, weights = fields[SAMPLES[:, 0]], area.double().numpy()[:, None]
     for row, lead in enumerate((1, 2)):
@@ -134,22 +132,20 @@ def test_a_long_lead_takes_no_dates_from_short_ones(one_rank, tmp_path, area):
 
 @pytest.mark.parametrize("dtype", ["float32", "float16"])
 def test_samples_do_not_depend_on_how_they_are_read(one_rank, tmp_path, area, dtype):
-    """Dates that lack a variable made samples from files, and none from memory."""
+    """From files and from a store, by this thread and by another one, where a date lacks a variable."""
     ds = analyses()
     ds["2m_temperature"][1] = np.nan
     (tmp_path / "all").mkdir()
     source, step = weatherbench(tmp_path / "all", ds), np.timedelta64(6 * 3600, "s")
     assert main([source, str(tmp_path / "store"), "--dtype", dtype]) == 0
     found = []
-    ways = ((source, 0, 0), (source, 1, 0), (tmp_path / "store", 0, 2), (tmp_path / "store", 1, 2))
-    for path, limit, workers in ways:
+    for path, workers in ((source, 0), (source, 1), (tmp_path / "store", 0), (tmp_path / "store", 1)):
         archive, dates = open_archive(str(path)), np.arange(5)
         selection = Selection(archive, list(NAMES), {}, step, train=dates, validation=dates)
-        read = cache_if_small(archive, NAMES, dates, limit)
-        dataset = FieldDataset(read, NAMES, selection.samples_by_lead("validation", [1]))
+        dataset = FieldDataset(archive, NAMES, selection.samples_by_lead("validation", [1]))
         validation = Validation(dataset, [1], 6, area.device, 2, workers)
         scores = validation.run(persistence, {}, lambda p, t: (p - t).nan_to_num().square().mean())
-        batches = [dataset.unpack(fields) for fields, _ in build_loader(dataset, validation.sampler)]
+        batches = [dataset.unpack(fields) for fields, _ in Loader(dataset, validation.sampler)]
         later = torch.cat(batches)[:, 1]
         assert later.isfinite().flatten(1).any(1).tolist() == [True, False, True, True]
         found.append((scores.num_dates, scores.loss, scores.values("rmse").tolist()))
@@ -165,7 +161,7 @@ def test_a_factor_does_not_depend_on_other_leads(one_rank, tmp_path, area):
     factors = []
     for leads in ([1], [1, 2, 4]):
         samples = selection.samples_by_lead("train", leads, limit=4)
-        fitted = fit_baselines(FieldDataset(archive, NAMES, samples), mean, area, leads, batch_size=2)
+        fitted = fit_baselines(archive, NAMES, samples, mean, leads)
         forecast = fitted["damped persistence"](mean[None] + 1, torch.zeros(1), [1])
         factors.append(next(iter(forecast))[0])
     assert torch.equal(*factors) and factors[0].abs().max() > 0
@@ -182,20 +178,28 @@ def test_table_and_record(one_rank, dataset, area):
     assert "m2 s-2" in scores.table() and "12 h" in scores.table()
 
 
-def test_factors_are_kept_for_the_next_start(one_rank, tmp_path, area, monkeypatch):
-    """Each start read 400 dates and their truths again; other data, or another lead, are fitted."""
-    archive, mean = open_archive(weatherbench(tmp_path / "all", analyses())), torch.zeros(len(NAMES), 6, 8)
-    dataset = FieldDataset(archive, NAMES, np.array([[0, 1, 2], [1, 2, 3], [2, 3, 4]]))
-    cache, read = tmp_path / "run/damping.json", Mock(side_effect=archive.read)
+def test_the_loss_is_of_one_step_whatever_the_leads(one_rank, tmp_path, area):
+    """As in training, where leads of two steps are scored; their scores do not depend on it."""
+    (tmp_path / "one").mkdir()
+    archive = open_archive(weatherbench(tmp_path / "one", analyses()))
+    dates, step = np.arange(5), np.timedelta64(6 * 3600, "s")
+    selection = Selection(archive, list(NAMES), {}, step, train=dates, validation=dates)
+    seen: list[int] = []
 
-    def fit(leads: list[int], fingerprint: str) -> torch.Tensor:
-        forecast = fit_baselines(dataset, mean, area, leads, 2, cache, fingerprint)["damped persistence"]
-        return torch.stack(list(forecast(mean[None] + 1, torch.zeros(1), leads)), dim=1)
+    def forecast(fields, times, steps):
+        for number in steps:
+            seen.append(number)
+            yield fields + number
 
-    first = fit([1, 2], "of these")
-    monkeypatch.setattr(archive, "read", read)
-    assert torch.equal(fit([1, 2], "of these"), first) and torch.equal(fit([2], "of these"), first[:, 1:])
-    assert not read.called
-    assert torch.equal(fit([1, 2], "of others"), first) and read.called
-    cache.write_text("{")
-    assert torch.equal(fit([1, 2], "of others"), first)
+    def loss(predicted, truth):
+        return (predicted - truth).nan_to_num().square().mean()
+
+    scores = []
+    for steps in ([1, 2], [2]):
+        dataset = FieldDataset(archive, NAMES, selection.samples_by_lead("validation", steps))
+        validation = Validation(dataset, [2], 6, area.device, 2)
+        scores.append(validation.run(forecast, {}, loss))
+    fields = values(analyses())
+    expected = np.mean([np.nan_to_num(fields[t] + 1 - fields[t + 1]) ** 2 for t in range(4)])
+    assert scores[0].loss == pytest.approx(float(expected), rel=1e-5) and 1 in seen
+    np.testing.assert_array_equal(scores[0].values("rmse"), scores[1].values("rmse"))

@@ -36,7 +36,7 @@ SEND = (
     "accumulate with training.global_batch_size, raise training.local_batch_size, or with FSDP gather less "
 )
 SEND += 'often (parallelism.fsdp_reshard_after_forward = "never"; parallelism.data_parallel_replicate_degree)'
-READ = "read ahead with more threads or processes (data.num_workers), or keep all in memory (data.cache_gib)"
+READ = "read ahead with more threads (data.num_workers)"
 RARELY = "do it less often: metrics.log_freq, checkpoint.interval, validation.interval"
 Loss = tuple[float, str]  # milliseconds per step that could be saved, and how
 

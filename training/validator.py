@@ -50,7 +50,8 @@ class Validator:
         leads = sorted(hours // data.step_hours for hours in self.settings.lead_hours)
         mesh, area, batch_size = self.model.mesh, run.objective.area, self.settings.local_batch_size
         self.validation = Validation(
-            samples.dataset_by_lead("validation", leads, history=data.history),
+            # With the state after one step, of which the loss of training is.
+            samples.dataset_by_lead("validation", sorted({1, *leads}), history=data.history),
             leads,
             data.step_hours,
             area.device,
@@ -63,10 +64,10 @@ class Validator:
             boundary=normalizer.boundary,
         )
         mean_field = torch.from_numpy(samples.statistics.mean_field).to(area.device)  # (V, H, W)
-        fitted = samples.dataset_by_lead("train", leads, limit=FIT_SAMPLES)
+        fitted = selection.samples_by_lead("train", leads, FIT_SAMPLES)
         with return_memory(area.device):
-            cache = self.folder / "damping.json", samples.statistics.fingerprint
-            self.baselines = fit_baselines(fitted, mean_field, area, leads, batch_size, *cache)
+            names = selection.variables
+            self.baselines = fit_baselines(selection.archive, names, fitted, mean_field, leads)
 
     def seconds_due(self, step: int) -> float:
         """Return the estimated time of validations that are due after `step` and the next one."""

@@ -7,9 +7,11 @@ day 366. If the dates of an hour of the day do not cover the year, it is the mea
 Source: WeatherBench2, scripts/compute_climatology.py and utils.compute_hourly_stat.
 """
 
+import hashlib
 import logging
 import shutil
 from collections.abc import Sequence
+from functools import cached_property, lru_cache
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -20,7 +22,6 @@ import torch.distributed as dist
 import zarr
 
 from datasets.archive import Archive
-from datasets.field_dataset import stream
 from datasets.fields import Field, NamedFields
 from datasets.files import CLIMATOLOGY_ROLES, OpenFile, find_files
 from datasets.grid import Grid
@@ -28,13 +29,16 @@ from datasets.layouts import open_fields
 from datasets.remote import NO_OPTIONS, Access
 from datasets.variables import split_name
 from errors import DataError
-from verification.stores import all_levels, create_store
+from verification.stores import all_levels, create_store, state_of_analyses, state_of_files
 
 logger = logging.getLogger("rossby")
 DAYS, WINDOW = 366, 61
-SUMS_BYTES = 2**31  # of sums in memory at once
+SUMS_BYTES = 2**31  # of sums in memory at once; an hour of a variable at least
+KEPT_BYTES = 2**28  # of fields of an opened climatology
+BLOCK_BYTES = 2**28  # of analyses read at once, and of the cells that are smoothed at once
 CHUNK_BYTES = 2**18  # of a stored chunk: some days of one level
 FINGERPRINT = "computed_from"  # attribute of a store
+SAMPLED_DATES = 64  # of which files are compared with those of a stored climatology
 DONE = "done"  # folder in a store that is not complete, with a file for each hour of a variable
 
 
@@ -94,10 +98,15 @@ def compute_climatology(
         total, count = day_sums(archive, some, dates, some_hours, by_day)
         for hour, variable in pairs:
             h, v = some_hours.index(hour), some.index(variable)
-            sums, numbers = (each[h, v].reshape(DAYS, -1) for each in (total, count))
-            with np.errstate(invalid="ignore"):
-                mean = (smooth @ sums) / (smooth @ numbers)
-            mean = mean.reshape(*[DAYS] * by_day, *archive.grid.shape).astype(np.float32)
+            mean = np.empty((len(smooth), *archive.grid.shape), np.float32)
+            num_rows = max(1, BLOCK_BYTES // (8 * DAYS * archive.grid.shape[1]))
+            for start in range(0, archive.grid.shape[0], num_rows):  # a product of all cells has gigabytes
+                rows = slice(start, start + num_rows)
+                sums, numbers = (array[h, v, :, rows].reshape(DAYS, -1) for array in (total, count))
+                with np.errstate(invalid="ignore"):
+                    smoothed = (smooth @ sums) / (smooth @ numbers)
+                mean[:, rows] = smoothed.reshape(len(smooth), -1, archive.grid.shape[1])
+            mean = mean if by_day else mean[0]
             name, level = split_name(variable)
             array: Any = store[name]
             at: list[Any] = [hours.index(hour), *[slice(None)] * by_day]
@@ -116,7 +125,7 @@ def groups(
     """Return groups of hours and variables to sum together: all hours of as many variables as fit in memory,
     or one hour; at least as many groups as ranks, if there are enough variables.
     """
-    size = SUMS_BYTES // (12 * DAYS * grid.shape[0] * grid.shape[1])  # a float64 and an int32 a cell and day
+    size = SUMS_BYTES // (10 * DAYS * grid.shape[0] * grid.shape[1])  # a float64 and an int16 a cell and day
     together = [list(hours)] if size >= len(hours) else [[hour] for hour in hours]
     width = max(1, min(size // len(together[0]), -(-len(variables) * len(together) // ranks)))
     starts = range(0, len(variables), width)
@@ -126,20 +135,43 @@ def groups(
 def day_sums(
     archive: Archive, variables: Sequence[str], dates: np.ndarray, hours: Sequence[int], by_day: bool
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return sums float64 and numbers of values int32, (hours, V, 366, H, W), in one pass over the dates.
+    """Return sums float64 and numbers of values int16, (hours, V, 366, H, W), in one pass over the dates.
 
     by_day: the last day of a short year counts for both of its days of the year, else for one.
     """
     shape = (len(hours), len(variables), DAYS, *archive.grid.shape)
-    total, count = np.zeros(shape), np.zeros(shape, np.int32)
+    total, count = np.zeros(shape), np.zeros(shape, np.int16)
     wanted = dates[np.isin(pd.DatetimeIndex(archive.times[dates]).hour, hours)]
-    for date, field in stream(archive, variables, wanted):
-        time, valid = archive.times[date], np.isfinite(field)
-        h = hours.index(pd.Timestamp(time).hour)
-        for day in days_of(time)[: None if by_day else 1]:
-            total[h, :, day - 1] += np.where(valid, field, 0)
-            count[h, :, day - 1] += valid
+    longest = max(1, BLOCK_BYTES // (4 * len(variables) * archive.grid.shape[0] * archive.grid.shape[1]))
+    for run in np.split(wanted, np.flatnonzero(np.diff(wanted) != 1) + 1):  # neighbours are read together
+        for first in range(0, len(run), longest):
+            some = run[first : first + longest]
+            block = archive.read_block(int(some[0]), int(some[-1]) + 1, variables)
+            for date, field in zip(some.tolist(), block, strict=True):
+                time: Any = archive.times[date]
+                valid = np.isfinite(field)
+                h = hours.index(pd.Timestamp(time).hour)
+                for day in days_of(time)[: None if by_day else 1]:
+                    total[h, :, day - 1] += np.where(valid, field, 0)
+                    count[h, :, day - 1] += valid
     return total, count
+
+
+def fingerprint_of(archive: Archive, variables: Sequence[str], dates: np.ndarray) -> str:
+    """Return a digest of what the climatology of `dates` is computed from: names, grid, dates, and the state
+    of the files of some of them; of a URL the values of three dates.
+    """
+    times, grid = archive.times[dates], archive.grid
+    selected = [dict(archive.find(name)[0][0].selected) for name in variables]
+    digest = hashlib.sha256(repr((archive.path, list(variables), selected)).encode())
+    digest.update(times.tobytes() + grid.latitude.tobytes() + grid.longitude.tobytes())
+    if "://" in archive.path:
+        for date in dates[[0, len(dates) // 2, -1]]:
+            digest.update(archive.read(int(date), variables).tobytes())
+    else:
+        for time in times[np.linspace(0, len(times) - 1, SAMPLED_DATES).astype(int)]:
+            digest.update(state_of_analyses(archive, variables, time).encode())
+    return digest.hexdigest()
 
 
 def stored_fingerprint(path: Path) -> str | None:
@@ -162,6 +194,10 @@ class Climatology(NamedFields):
         for axis, own in labels.items():
             if len({*own}) < len(own) or any(field.size(axis) not in (1, len(own)) for field in fields):
                 raise DataError(f"{path!r}: its coordinate {axis} does not label each of its fields once")
+        self.stored = list(fields)
+        # An ACC, damped persistence and the climatology as a forecast need the same fields.
+        size = 4 * len(self.variables) * self.grid.shape[0] * self.grid.shape[1]
+        self._read = lru_cache(max(2, KEPT_BYTES // size))(self._read_fields)
 
     def _rows_of(self, time: np.datetime64) -> dict[str, int | None]:
         """Return the positions of a date's hour and day of year on the axes, None where one lacks it."""
@@ -177,17 +213,27 @@ class Climatology(NamedFields):
         """Return the mean (V, H, W) float32 for the hour and day of year of a date. Raises DataError for a
         date or a variable that it lacks.
         """
-        slices = {}
-        for axis, row in self._rows_of(time).items():
+        rows = self._rows_of(time)
+        for axis, row in rows.items():
             if row is None:
                 raise DataError(f"{self.path!r} has no climatology of {time}: it lacks its {axis}")
-            slices[axis] = slice(row, row + 1)
+        return self._read(tuple(rows.items()), tuple(variables))
+
+    def _read_fields(self, rows: tuple[tuple[str, int], ...], variables: tuple[str, ...]) -> np.ndarray:
+        slices = {axis: slice(row, row + 1) for axis, row in rows}
         return self.read_fields(variables, ("hour", "dayofyear"), slices)[0, 0]
+
+    @cached_property
+    def state(self) -> str:
+        """The state of its files when it was first asked for."""
+        return state_of_files(self.stored)
 
 
 def open_climatology(path: str, access: Access = NO_OPTIONS) -> Climatology:
     """Open a climatology in WeatherBench2's schema. Raises DataError for another schema."""
-    file_path = find_files(path)[0]
+    file_path, *more = find_files(path)
+    if more:
+        raise DataError(f"{path!r} has {len(more) + 1} files: name one climatology, such as {file_path!r}")
     found, _ = open_fields(file_path, None, access, CLIMATOLOGY_ROLES)
     fields = [field for field in found if {"hour", "dayofyear"} & set(field.roles)]
     if not fields:
@@ -195,21 +241,3 @@ def open_climatology(path: str, access: Access = NO_OPTIONS) -> Climatology:
     about = OpenFile.open(file_path, access)[0].attrs
     logger.info("climatology: %s, of %s", about.get("recipe", path), about.get("period", "dates not named"))
     return Climatology(path, fields)
-
-
-class ClimatologyForecast:
-    """The climatology of the valid time as a forecast, from any initial date."""
-
-    num_members, block, from_analyses = 0, (1, 1), False
-    status: np.ndarray | None = None
-
-    def __init__(self, climatology: Climatology, times: np.ndarray, leads: np.ndarray) -> None:
-        """times (n,) and leads (L,) as in every forecast: verification.matching.ForecastFields."""
-        self.climatology, self.times, self.leads = climatology, times, leads
-        self.grid, self.variables, self.units = climatology.grid, climatology.variables, climatology.units
-
-    def read_block(self, dates: slice, leads: slice, variables: Sequence[str]) -> np.ndarray:
-        """Return (n, k, V, H, W) float32. Raises DataError for a valid time that the climatology lacks."""
-        valid_times = self.times[dates, None] + self.leads[leads]  # (n, k)
-        fields = np.stack([self.climatology.field(time, variables) for time in valid_times.ravel()])
-        return fields.reshape(*valid_times.shape, *fields.shape[1:])

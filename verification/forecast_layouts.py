@@ -5,6 +5,7 @@ content, by the code that reads analyses (datasets/fields.py).
 """
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -14,20 +15,27 @@ from datasets.layouts import open_fields
 from datasets.plausibility import refuse_fills
 from datasets.remote import NO_OPTIONS, Access
 from errors import DataError
-from verification.stores import NOT_COMPUTED, STATUS
+from verification.stores import NOT_COMPUTED, STATUS, identity_of, state_of_files
 
 
 class StoredForecast(NamedFields):
     """Forecasts of one store: initial dates `times` (n,), `leads` (L,), and a grid, north to south.
 
     `num_members` is 0 without an ensemble; `block`: numbers of dates and leads that are stored together;
-    `status`: the worst status of the members, in a store that forecast.py has written.
+    `status`: the worst status of the members, and `identity`: of weights and dates, in a store that
+    forecast.py has written.
     """
 
     def __init__(
-        self, path: str, fields: Sequence[Field], unreadable: dict[str, str], status: np.ndarray | None
+        self,
+        path: str,
+        fields: Sequence[Field],
+        unreadable: dict[str, str],
+        status: np.ndarray | None,
+        identity: dict[str, Any] | None = None,
     ) -> None:
         super().__init__(path, fields, unreadable)
+        self.stored, self.identity = list(fields), identity or {}
         self.times, self.leads = np.asarray(fields[0].times), fields[0].labels["lead"]
         for name, axis in (("time", self.times), ("lead time", self.leads)):
             if not (np.diff(axis) > np.timedelta64(0, "s")).all():
@@ -37,7 +45,7 @@ class StoredForecast(NamedFields):
             reason = f"{other.names[0]} has {other.size('number')} members, others have {members}"
             raise DataError(f"cannot read {path!r} as forecasts: {reason}; write it for all of them")
         self.num_members = members if members > 1 else 0
-        self.block = max(each.chunk("time") for each in fields), max(each.chunk("lead") for each in fields)
+        self.block = max(field.chunk("time") for field in fields), max(f.chunk("lead") for f in fields)
         self.from_analyses = status is not None  # it fills cells that analyses lack, and is not scored there
         self.status = status
 
@@ -49,6 +57,12 @@ class StoredForecast(NamedFields):
                 of_variables = of_date.reshape(-1, *of_date.shape[-3:]).swapaxes(0, 1)
                 refuse_fills(of_variables, variables, time, self.path)
         return fields if self.num_members else fields[:, :, 0]
+
+    def state(self, time: np.datetime64) -> str:
+        """Return the state of the files with the forecasts from a date."""
+        row = int(np.searchsorted(self.times, time))
+        status = "" if self.status is None else self.status[row].tolist()
+        return f"{state_of_files(self.stored, {'time': row})} {status}"
 
 
 def open_forecast(
@@ -62,13 +76,20 @@ def open_forecast(
     files = find_files(path)
     if len(files) > 1:
         raise DataError(f"{path!r} has {len(files)} files: name one store of forecasts, such as {files[0]!r}")
-    found, unreadable = open_fields(files[0], picks, access, FORECAST_ROLES)
-    fields = [field for field in found if "lead" in field.roles]
+    opened, unreadable = open_fields(files[0], picks, access, FORECAST_ROLES)
+    fields = [field for field in opened if "lead" in field.roles]
     if not fields:
         why = "".join(f"; {name}: {reason}" for name, reason in list(unreadable.items())[:3])
         axes = "a lead time (prediction_timedelta) and latitude and longitude"
         raise DataError(f"cannot read {path!r} as forecasts: no variable has {axes}{why}")
-    return StoredForecast(path, fields, unreadable, stored_status(OpenFile.open(files[0], access)[0]))
+    file = OpenFile.open(files[0], access)[0]
+    # Scored as if by initial date, a perfect forecast stored by valid time has large errors.
+    by_both = [name for name in FORECAST_ROLES["time"] if name in file.arrays and file.arrays[name].ndim > 1]
+    axis = next((f.dims[f.roles.index("time")] for f in fields if f.dims and "time" in f.roles), "")
+    if by_both or axis.lower() == "valid_time":
+        fix = "store them by initial date and lead, as with xarray's `ds.sel(valid_time=init_time + lead)`"
+        raise DataError(f"cannot read {path!r} as forecasts: its dates {axis!r} are valid times; {fix}")
+    return StoredForecast(path, fields, unreadable, stored_status(file), identity_of(file.attrs))
 
 
 def stored_status(file: OpenFile) -> np.ndarray | None:

@@ -1,16 +1,18 @@
-"""Pairs of forecast and truth with the same variables, valid time, units, grid, cells and device.
+"""Forecasts and their truth with the same variables, valid time, units, grid, cells and device.
 
-All forecasts of a comparison are read together, in blocks of dates and leads. Truth and climatology are read
-and regridded once for all of them, and a cell is scored if the truth and every forecast have a value. One
-thread reads, one block ahead of the scores. Shapes: M members, V variables, H latitudes, W longitudes.
+All forecasts of a comparison are read together, in blocks of dates and leads that are stored together. Truth
+and climatology are read and regridded once for all of them, and a cell is scored if the truth and every
+forecast have a value. One thread reads, one block ahead of the scores. Shapes: M members, V variables, H
+latitudes, W longitudes.
 """
 
+import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import groupby, product
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -26,9 +28,12 @@ from errors import DataError
 from verification.climatology import Climatology
 from verification.stores import COMPUTED, DIVERGED, NOT_COMPUTED
 
+logger = logging.getLogger("rossby")
 BLOCK_BYTES = 2**27  # of a forecast, or of the truth, read at once; more if one array of a date is larger
 KEPT_BYTES = 2**30  # of truth and of climatology, kept for later dates
 MOST_DATES = 16  # read at once
+PROBES = 8  # dates at which a variable must be missing to count as one that a forecast does not have
+Step = tuple[list[int], list[int], int]  # dates and leads that are read together, and a group of variables
 
 
 class ForecastFields(Protocol):
@@ -53,54 +58,26 @@ class ForecastFields(Protocol):
         """Return (n, k, V, H, W), or (n, k, M, V, H, W) for an ensemble, float32."""
         ...
 
+    def state(self, time: np.datetime64) -> str:
+        """Return a text that changes when the values of the forecasts from a date may have changed."""
+        ...
+
 
 @dataclass(frozen=True)
-class Pair:
-    """Fields (V, H, W) on the device of a forecast and of its truth, at one date and lead."""
+class Match:
+    """Fields (V, H, W) on the device of all forecasts and of their truth, at one date and lead."""
 
-    name: str  # of the forecast
     date: int  # position among the dates that are compared
     lead: int  # position among the leads that are compared
-    rows: list[int]  # positions of these V among the forecast's variables
-    forecast: Tensor  # or (M, V, H, W)
+    rows: list[int]  # positions of these V among the variables that are compared
+    forecasts: dict[str, Tensor]  # or (M, V, H, W); NaN for a variable that a forecast does not have
     truth: Tensor  # NaN in cells that are not scored, because the truth or a forecast lacks them
     whole: Tensor  # the truth without this mask
     climatology: Tensor | None  # NaN where there is none
 
 
-class Source:
-    """A forecast of a comparison, with the positions of the compared dates and leads on its own axes."""
-
-    def __init__(
-        self, fields: ForecastFields, dates: np.ndarray, leads: np.ndarray, groups: list[list[str]]
-    ) -> None:
-        self.fields = fields
-        self.dates = np.searchsorted(fields.times, dates)  # (n,)
-        there = np.isin(leads, fields.leads)
-        self.leads = np.where(there, np.searchsorted(fields.leads, leads), -1)  # (L,), -1: not there
-        self.parts = [[name for name in group if name in fields.variables] for group in groups]
-        self.variables = sum(self.parts, [])
-
-    def status(self, date: int, lead: int) -> int:
-        """Return the status at a date and lead, given by their positions in the comparison."""
-        status = self.fields.status
-        return COMPUTED if status is None else int(status[self.dates[date], self.leads[lead]])
-
-    def read(self, dates: list[int], leads: list[int], names: list[str]) -> dict[tuple[int, int], np.ndarray]:
-        """Return the fields ([M,] V, H, W) by date and lead, those that are there, from one block."""
-        there = [lead for lead in leads if self.leads[lead] >= 0]
-        if not names or not there:
-            return {}
-        rows, columns = (axis - axis[0] for axis in (self.dates[dates], self.leads[there]))
-        first, begin = int(self.dates[dates[0]]), int(self.leads[there[0]])
-        spans = slice(first, first + int(rows[-1]) + 1), slice(begin, begin + int(columns[-1]) + 1)
-        block = self.fields.read_block(*spans, names)
-        at = product(zip(dates, rows, strict=True), zip(there, columns, strict=True))
-        return {(date, lead): block[row, column] for (date, row), (lead, column) in at}
-
-
 class Matcher:
-    """Reader of the pairs of several forecasts, on one grid."""
+    """Reader of several forecasts and their truth, on one grid."""
 
     def __init__(
         self,
@@ -117,35 +94,69 @@ class Matcher:
         """dates (n,): initial dates that all forecasts have; leads (L,): those to score; boundary_width:
         cells from each side of the grid that are not scored.
         """
+        self.forecasts, self.grid, self.device = dict(forecasts), grid, torch.device(device)
+        self.dates, self.leads, self.variables = dates, leads, list(variables)
         boundary = boundary_cells(grid.shape, boundary_width).to(device)
-        self.boundary = boundary if boundary_width else None
-        self.grid, self.device, self.dates, self.leads = grid, torch.device(device), dates, leads
-        # Numbers of dates and leads that fit in memory together for every forecast.
-        sizes = [max(1, f.num_members) * field_bytes(f.grid, len(variables)) for f in forecasts.values()]
-        self.limit = BLOCK_BYTES // max(sizes)
-        self.groups = [list(variables)]
-        if not self.limit:  # one array of a date has the levels of a variable
-            by_name = group_levels(variables).values()
-            self.groups = [[variables[row] for row in rows.values()] for rows in by_name]
-        self.sources = {name: Source(f, dates, leads, self.groups) for name, f in forecasts.items()}
+        self.boundary, self.boundary_width = boundary if boundary_width else None, boundary_width
         self.units = {name: truth.units(name) for name in variables}
-        self.regrid = {name: self._regridder(forecast) for name, forecast in forecasts.items()}
+        self.has = {name: self._variables_of(name, forecast) for name, forecast in self.forecasts.items()}
+        # Positions of the dates and leads in each forecast, -1 for a lead that it does not have.
+        self.date_rows, self.lead_rows = {}, {}
+        for name, forecast in self.forecasts.items():
+            self.date_rows[name] = np.searchsorted(forecast.times, dates)
+            rows, there = np.searchsorted(forecast.leads, leads), np.isin(leads, forecast.leads)
+            self.lead_rows[name] = np.where(there, rows, -1)
+        # Numbers of dates and leads that fit in memory together for every forecast.
+        size = max(max(1, f.num_members) * self._bytes(f.grid, len(variables)) for f in forecasts.values())
+        self.limit, self.groups = BLOCK_BYTES // size, [list(range(len(variables)))]
+        if not self.limit:  # one array of a date has the levels of a variable
+            self.groups = [list(rows.values()) for rows in group_levels(variables).values()]
         most = max(map(len, self.groups))
-        num_cached = max(1, min(self._valid_dates(truth.times), KEPT_BYTES // field_bytes(grid, most)))
-        self.find_truth = self._truth_finder(truth, num_cached)
-        self.find_climatology = climatology and self._climatology_finder(climatology, num_cached)
+        self.regrid = {name: self._regridder(forecast) for name, forecast in self.forecasts.items()}
+        # As many states are kept as valid times are in one block of dates: the next block needs most of them.
+        spans = [dates[[block[0], block[-1]]] for block in self.blocks(range(len(dates)))]
+        inside = [(truth.times >= first) & (truth.times <= last + leads.max()) for first, last in spans]
+        num_cached = min(max(map(np.sum, inside)), KEPT_BYTES // self._bytes(grid, most))
+        self.find_truth = self._truth_finder(truth, max(1, int(num_cached)))
+        self.find_climatology = climatology and self._climatology_finder(climatology, max(1, int(num_cached)))
+
+    def _variables_of(self, name: str, forecast: ForecastFields) -> list[bool]:
+        """Return which variables a forecast has. One without a value in some fields of its first, middle and
+        last dates counts as absent: stores have NaN on levels that a model does not predict.
+        """
+        has = {variable: variable in forecast.variables for variable in self.variables}
+        rows = np.searchsorted(forecast.times, self.dates)
+        leads = np.searchsorted(forecast.leads, self.leads[np.isin(self.leads, forecast.leads)])
+        some = (
+            rows[np.linspace(0, len(rows) - 1, PROBES).astype(int)] if len(rows) and len(leads) else rows[:0]
+        )
+        places = list(product(dict.fromkeys(some.tolist()), dict.fromkeys(leads[[-1, 0]].tolist())))
+        empty, there = list[str](), [variable for variable in self.variables if has[variable]]
+        for positions in group_levels(there).values():  # an array: members of all may not fit in memory
+            missing = [there[position] for position in positions.values()]
+            for date, lead in places:
+                is_computed = forecast.status is None or forecast.status[date, lead] != NOT_COMPUTED
+                if missing and is_computed:
+                    fields = forecast.read_block(slice(date, date + 1), slice(lead, lead + 1), missing)
+                    is_empty: Any = np.isnan(np.moveaxis(fields, -3, 0)).reshape(len(missing), -1).all(1)
+                    missing = [name for name, value in zip(missing, is_empty, strict=True) if value]
+            empty += missing
+        if empty and len(empty) < len(there):
+            logger.info("%s has no value of %s, which is not scored there", name, ", ".join(empty))
+            has |= dict.fromkeys(empty, False)
+        return list(has.values())
 
     def _truth_finder(self, truth: Archive, num_cached: int) -> Callable[[np.datetime64, int], Tensor | None]:
         """Return a function that maps a date and a group number to the analysis (V, H, W) or None.
         num_cached: number of analyses to keep for later dates.
         """
         regrid, times = self._regridder(truth), truth.times
-        limit = BLOCK_BYTES // field_bytes(truth.grid, max(map(len, self.groups)))
-        size = max(1, min(truth.time_chunk(sum(self.groups, [])), limit))
+        chunk = max(field.chunk("time") for name in self.variables for field, _ in truth.find(name))
+        size = max(1, min(chunk, BLOCK_BYTES // self._bytes(truth.grid, max(map(len, self.groups)))))
 
         @lru_cache(len(self.groups) * max(1, num_cached // size))
         def read(chunk: int, group: int) -> Tensor:
-            start, names = chunk * size, self.groups[group]
+            start, names = chunk * size, [self.variables[row] for row in self.groups[group]]
             fields = truth.read_block(start, min(start + size, len(times)), names)
             for field, time in zip(fields, times[start:], strict=False):
                 refuse_fills(field, names, time, truth.path)
@@ -165,12 +176,12 @@ class Matcher:
 
         @lru_cache(len(self.groups) * num_cached)
         def find(time: np.datetime64, group: int) -> Tensor:
-            names = self.groups[group]
-            found = torch.full((len(names), *self.grid.shape), torch.nan, device=self.device)
-            own = [name for name in names if name in climatology.variables]
-            if own and climatology.has(time):
-                found[list(map(names.index, own))] = regrid(climatology.field(time, own))
-            return found
+            names = [self.variables[row] for row in self.groups[group]]
+            fields = torch.full((len(names), *self.grid.shape), torch.nan, device=self.device)
+            there = [name for name in names if name in climatology.variables]
+            if there and climatology.has(time):
+                fields[list(map(names.index, there))] = regrid(climatology.field(time, there))
+            return fields
 
         return find
 
@@ -178,7 +189,14 @@ class Matcher:
         """Return a function that regrids fields (..., V, H, W) of a source to the evaluation's grid and
         device. Raises DataError if the units differ from the truth's.
         """
-        check_units(source, self.units)
+        # Variables that the project knows are read in its own units, whatever the file has.
+        for name in {*source.variables} & {*self.units}:
+            theirs = source.units(name)
+            if find_conversion(theirs, self.units[name]) != UnitConversion():
+                reason = f"{theirs!r} in what is scored and {self.units[name]!r} in the truth"
+                raise DataError(
+                    f"{name}: its units are {reason}, and there is no conversion; convert one of them"
+                )
         if source.grid.same_as(self.grid):
             return lambda fields: torch.from_numpy(fields).to(self.device)
         regridder = Regridder(source.grid, self.grid, self.device)
@@ -187,76 +205,87 @@ class Matcher:
             outside, torch.nan
         )
 
-    def _valid_dates(self, times: np.ndarray) -> int:
-        """Return the largest number of these dates that are valid times of a block of initial dates."""
-        starts, together = self.dates, min(max(map(len, self.blocks())), len(self.dates)) - 1
-        first, last = starts[: len(starts) - together], starts[together:] + self.leads.max()
-        return int((np.searchsorted(times, last, "right") - np.searchsorted(times, first)).max()) or 1
+    @staticmethod
+    def _bytes(grid: Grid, variables: int) -> int:
+        """Return the bytes of a field of so many variables in float32."""
+        return 4 * variables * grid.shape[0] * grid.shape[1]
 
-    def blocks(self) -> list[list[int]]:
-        """Return positions of the dates in groups that are stored together and fit in memory, by the forecast
+    # -- what is read together -------------------------------------------------------------------------
+
+    def blocks(self, dates: Sequence[int]) -> list[list[int]]:
+        """Return the dates (positions) in groups that are stored together and fit in memory, by the forecast
         with the largest chunks.
         """
-        widest = max(self.sources.values(), key=lambda source: source.fields.block[0])
-        return _together(widest.dates, min(widest.fields.block[0], self.limit, MOST_DATES))
+        name = max(self.forecasts, key=lambda name: self.forecasts[name].block[0])
+        size = max(1, min(self.forecasts[name].block[0], self.limit, MOST_DATES))
+        return [
+            list(block) for _, block in groupby(dates, key=lambda d: int(self.date_rows[name][d]) // size)
+        ]
 
-    def pairs(self, blocks: Sequence[list[int]]) -> Iterator[tuple[list[Pair], list[int]]]:
-        """Yield pairs that are read together, one step ahead, and the dates of a block that are complete with
-        them.
-        """
-        widest = max(self.sources.values(), key=lambda source: source.fields.block[1])
-        steps, ends = [], {}
-        for block in blocks:
-            size = min(widest.fields.block[1], self.limit // len(block))
-            steps += product([block], _together(widest.leads, size), range(len(self.groups)))
-            ends[len(steps) - 1] = block
+    def steps(self, block: list[int], leads: Sequence[int]) -> list[Step]:
+        """Return what is read after each other for a block of dates: leads that are stored together."""
+        name = max(self.forecasts, key=lambda name: self.forecasts[name].block[1])
+        size = max(1, min(self.forecasts[name].block[1], self.limit // len(block)))
+        together = groupby(leads, key=lambda lead: int(self.lead_rows[name][lead]) // size)
+        return [(block, s, g) for s in [list(some) for _, some in together] for g in range(len(self.groups))]
+
+    def read_ahead(self, steps: Sequence[Step]) -> Iterator[list[Match]]:
+        """Yield the matches of each step; a thread reads those of the next one meanwhile."""
         with ThreadPoolExecutor(1, initializer=torch.set_num_threads, initargs=(1,)) as reader:
-            ahead = reader.submit(self._load, *steps[0]) if steps else None
+            ahead = [reader.submit(self.read, *step) for step in steps[:1]]
             for number in range(len(steps)):
-                loaded = ahead.result() if ahead else []
-                ahead = reader.submit(self._load, *steps[number + 1]) if number + 1 < len(steps) else None
-                yield loaded, ends.get(number, [])
+                matches = ahead.pop().result()
+                ahead += [reader.submit(self.read, *step) for step in steps[number + 1 : number + 2]]
+                yield matches
 
-    def _load(self, dates: list[int], leads: list[int], group: int) -> list[Pair]:
-        read = {name: s.read(dates, leads, s.parts[group]) for name, s in self.sources.items()}
-        return [pair for at in product(dates, leads) for pair in self._match(*at, group, read)]
+    def read(self, dates: list[int], leads: list[int], group: int) -> list[Match]:
+        """Return the matches of a group of variables at dates and leads, given by their positions."""
+        names = [self.variables[row] for row in self.groups[group]]
+        fields: dict[tuple[int, int], dict[str, np.ndarray]] = {at: {} for at in product(dates, leads)}
+        for name, forecast in self.forecasts.items():
+            there = [lead for lead in leads if self.lead_rows[name][lead] >= 0]
+            some = [v for v, row in zip(names, self.groups[group], strict=True) if self.has[name][row]]
+            if not there or not some:
+                continue
+            rows, columns = self.date_rows[name][dates], self.lead_rows[name][there]
+            spans = slice(rows[0], rows[-1] + 1), slice(columns[0], columns[-1] + 1)
+            block = forecast.read_block(*spans, some)
+            for (date, row), (lead, column) in product(
+                zip(dates, rows, strict=True), zip(there, columns, strict=True)
+            ):
+                fields[date, lead][name] = block[row - rows[0], column - columns[0]]
+        matches = [self.match(date, lead, group, read) for (date, lead), read in fields.items()]
+        return [match for match in matches if match]
 
-    def _match(
-        self, date: int, lead: int, group: int, read: Mapping[str, dict[tuple[int, int], np.ndarray]]
-    ) -> list[Pair]:
-        """Return the pairs of all forecasts at a date and lead; none without a truth, or where a forecast is
-        not computed yet.
+    def match(self, date: int, lead: int, group: int, fields: Mapping[str, np.ndarray]) -> Match | None:
+        """Return the match of the fields ([M,] v, H, W) of each forecast; None without a truth, or where a
+        forecast is not computed yet. fields: of those variables of the group that the forecast has.
         """
-        start, valid_time = self.dates[date], self.dates[date] + self.leads[lead]
-        truth = self.find_truth(valid_time, group)
-        fields = {name: blocks[date, lead] for name, blocks in read.items() if (date, lead) in blocks}
-        status = {name: self.sources[name].status(date, lead) for name in fields}
+        start, valid_time, rows = self.dates[date], self.dates[date] + self.leads[lead], self.groups[group]
+        status = {
+            name: COMPUTED if s is None else int(s[self.date_rows[name][date], self.lead_rows[name][lead]])
+            for name, s in ((name, self.forecasts[name].status) for name in fields)
+        }
+        truth = self.find_truth(valid_time, group) if fields else None
         if truth is None or NOT_COMPUTED in status.values():
-            return []
+            return None
         whole = truth = truth if self.boundary is None else truth.masked_fill(self.boundary, torch.nan)
-        if any(self.sources[name].fields.from_analyses for name in fields):
+        if any(self.forecasts[name].from_analyses for name in fields):
             analysis = self.find_truth(start, group)
-            truth = truth if analysis is None else mask_missing(truth, analysis, range(len(truth)))
-        found = {name: self.regrid[name](each) for name, each in fields.items()}
-        rows = {name: list(map(self.groups[group].index, self.sources[name].parts[group])) for name in fields}
-        for name, forecast in found.items():
+            truth = truth if analysis is None else mask_missing(truth, analysis, range(len(rows)))
+        forecasts = {}
+        for name, values in fields.items():
+            forecast = self.regrid[name](values)
+            there = [i for i, row in enumerate(rows) if self.has[name][row]]
             if status[name] != DIVERGED:  # a diverged forecast is wrong there, not missing
-                truth = mask_missing(truth, forecast, rows[name])
-        clim = self.find_climatology(valid_time, group) if self.find_climatology else None
-        pairs = []
-        for name, forecast in found.items():
-            source, own, everywhere, means = self.sources[name], truth, whole, clim
-            if len(rows[name]) < len(truth):
-                own, means = truth[rows[name]], None if clim is None else clim[rows[name]]
-                everywhere = own if truth is whole else whole[rows[name]]
-            own_rows = list(map(source.variables.index, source.parts[group]))
-            pairs.append(Pair(name, date, lead, own_rows, forecast, own, everywhere, means))
-        return pairs
-
-
-def field_bytes(grid: Grid, variables: int) -> int:
-    """Return the bytes of a field of so many variables in float32."""
-    return 4 * variables * grid.shape[0] * grid.shape[1]
+                truth = mask_missing(truth, forecast, there)
+            if len(there) < len(rows):
+                shape = (*forecast.shape[:-3], len(rows), *self.grid.shape)
+                some, forecast = forecast, torch.full(shape, torch.nan, device=self.device)
+                forecast[..., there, :, :] = some
+            forecasts[name] = forecast
+        climatology = self.find_climatology(valid_time, group) if self.find_climatology else None
+        return Match(date, lead, rows, forecasts, truth, whole, climatology)
 
 
 def mask_missing(truth: Tensor, fields: Tensor, rows: Sequence[int]) -> Tensor:
@@ -270,23 +299,3 @@ def mask_missing(truth: Tensor, fields: Tensor, rows: Sequence[int]) -> Tensor:
     missing, masked = (missing.any(dim=0) if fields.ndim > truth.ndim else missing), truth.clone()
     masked[list(rows)] = masked[list(rows)].masked_fill(missing, torch.nan)
     return masked
-
-
-def check_units(source: ForecastFields | Archive | Climatology, units: Mapping[str, str]) -> None:
-    """Raise DataError unless a source has its variables in these units (the truth's), or no units.
-
-    Variables that the project knows are read in its own units, whatever the file has.
-    """
-    for name in {*source.variables} & {*units}:
-        theirs = source.units(name)
-        if find_conversion(theirs, units[name]) != UnitConversion():
-            reason = f"{theirs!r} in what is scored and {units[name]!r} in the truth"
-            raise DataError(
-                f"{name}: its units are {reason}, and there is no conversion; convert one of them"
-            )
-
-
-def _together(positions: np.ndarray, size: int) -> list[list[int]]:
-    """Return 0, 1, ... in groups with the same quotient of their ascending positions by `size`."""
-    numbers = groupby(range(len(positions)), key=lambda number: int(positions[number]) // max(1, size))
-    return [list(group) for _, group in numbers]

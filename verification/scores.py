@@ -1,13 +1,13 @@
-"""Scores of forecasts against the truth: statistics of single dates, and scores from their time means.
+"""Scores of forecasts against the truth: statistics of single dates, and scores from their means over dates.
 
-A statistic is the area mean over a region of a quantity at every cell; a score is computed from time means
-of statistics (formulas: docs/verification.md), all in float64. Cells without a truth are left out. If a
-forecast is not finite in a cell with a truth, the statistic is NaN, so that a broken forecast does not look
-like a missing one. Regions are WeatherBench2's (scripts/evaluate.py, predefined_regions); a cell belongs to a
-region if its centre does, limits included.
+A statistic is the area mean over a region of a quantity at every cell; a score is computed from means of
+statistics over dates (formulas: docs/verification.md), all in float64. Cells without a truth are left out.
+Without any, a statistic is NaN; if a forecast is not finite in a cell with a truth, it is infinite, so that a
+broken forecast does not look like a missing one. Regions are WeatherBench2's (scripts/evaluate.py,
+predefined_regions); a cell belongs to a region if its centre does, limits included.
 
-Shapes: B dates, L leads, V variables (a level counts as one), M members, R regions, S statistics, H
-latitudes, W longitudes.
+Shapes: F forecasts, V variables (a level counts as one), M members, R regions, S statistics, H latitudes, W
+longitudes.
 """
 
 from collections.abc import Mapping, Sequence
@@ -15,6 +15,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+import xarray as xr
 from torch import Tensor
 
 from datasets.grid import Grid, area_weights
@@ -24,7 +25,7 @@ from errors import ConfigError
 ERRORS = ("mse", "mae", "bias")
 ANOMALIES = ("anomaly_covariance", "forecast_anomaly_square", "truth_anomaly_square")
 ENSEMBLE = ("crps", "variance")
-DERIVED = ("rmse_sqrt_before_time_avg", "acc")  # of other statistics of the same date
+COMMON_AREA = "common_area"  # the fraction of the truth's area in which all forecasts have a value
 CELLS_AT_ONCE = {"cpu": 2**16, "cuda": 2**25}  # of a block: its work arrays should stay in the cache
 
 WIND_VECTORS = {
@@ -106,19 +107,18 @@ class RegionMeans:
         along = [sum(fields[..., part].sum(dim=-1) for part in parts) for parts in self.stretches]
         return (torch.stack([along[k] for k in self.column_of], dim=-1) * self.rows).sum(dim=-2)
 
-    def __call__(self, fields: Tensor, truth: Tensor) -> tuple[Tensor, Tensor]:
-        """Return means (S, V, R) of float64 fields (S, V, H, W), and where the truth (V, H, W) has a value,
-        (V, R) bool. Cells are divided into valid, missing and broken ones only if the sums are not finite.
+    def __call__(self, fields: Tensor, truth: Tensor) -> Tensor:
+        """Return means (S, V, R) of float64 fields (S, V, H, W) over cells where the truth (V, H, W) has a
+        value: NaN without such a cell, infinite where a field is not finite in one of them.
         """
         totals = self.total(fields)
         if torch.isfinite(totals).all():
-            return totals / self.weight, (self.weight > 0).expand(totals.shape[1:])
+            return totals / self.weight  # 0 / 0 in a region without a cell
+        # Cells are divided into valid, missing and broken ones only here, where sums are not finite.
         valid = torch.isfinite(truth)
         broken = valid & ~torch.isfinite(fields)
-        weight = self.total(valid.double())  # (V, R)
-        totals = self.total(torch.where(valid & ~broken, fields, 0.0))
-        totals = torch.where(self.total(broken.double()) > 0, torch.nan, totals)
-        return totals / weight, weight > 0
+        means = self.total(torch.where(valid & ~broken, fields, 0.0)) / self.total(valid.double())
+        return torch.where(self.total(broken.double()) > 0, torch.inf, means)
 
 
 def stretches(inside: np.ndarray) -> list[slice]:
@@ -127,50 +127,51 @@ def stretches(inside: np.ndarray) -> list[slice]:
     return [slice(*ends) for ends in zip(edges[::2], edges[1::2], strict=True)] or [slice(0, 0)]
 
 
-def statistic_names(with_climatology: bool, num_members: int) -> tuple[str, ...]:
-    """Return the names of the statistics of `date_statistics` and `complete`, in their order."""
-    names = ERRORS + ANOMALIES * with_climatology + ENSEMBLE * (num_members > 1)
-    return names + DERIVED[: 1 + with_climatology]
+# -- one date and lead ---------------------------------------------------------------------------------
+
+
+def statistic_names(with_climatology: bool, with_members: bool) -> tuple[str, ...]:
+    """Return the names of the statistics of `date_statistics`, in their order."""
+    return ERRORS + ANOMALIES * with_climatology + ENSEMBLE * with_members
 
 
 def date_statistics(
-    forecast: Tensor, truth: Tensor, climatology: Tensor | None, mean: RegionMeans
-) -> tuple[Tensor, Tensor]:
-    """Return statistics (S, V, R) of one date and lead, float64, and where there is a truth, (V, R) bool.
+    forecasts: Sequence[Tensor], truth: Tensor, climatology: Tensor | None, mean: RegionMeans
+) -> Tensor:
+    """Return statistics (F, S, V, R) float64 of forecasts at one date and lead; NaN for those of an ensemble
+    where a forecast is none.
 
-    forecast (V, H, W), or (M, V, H, W) for an ensemble: its mean is scored, its members give CRPS and
-    variance; truth and the climatology of the valid time (V, H, W). Works through blocks of variables.
+    forecasts: (V, H, W), or (M, V, H, W) of an ensemble: its mean is scored, its members give CRPS and
+    variance; truth and the climatology of the valid time (V, H, W).
     """
+    names = statistic_names(climatology is not None, any(each.ndim > truth.ndim for each in forecasts))
+    anomalies = slice(len(ERRORS), len(ERRORS) + len(ANOMALIES))
+    shape = (len(forecasts), len(names), len(truth), len(mean.weight))
+    values = torch.full(shape, torch.nan, dtype=torch.float64, device=truth.device)
+    # Blocks of variables, because work arrays should stay in the cache.
     size = max(1, CELLS_AT_ONCE[truth.device.type] // truth[0].numel())
-    parts = []
     for start in range(0, len(truth), size):
         block = slice(start, start + size)
-        members = forecast[..., block, :, :]
-        clim = None if climatology is None else climatology[block]
-        fields = cell_statistics(members, truth[block].double(), clim)
-        values, present = mean(fields, truth[block])
-        if clim is not None and (missing := torch.isnan(clim)).any():
-            rows = slice(len(ERRORS), len(ERRORS) + len(ANOMALIES))
-            values[rows] = mean(fields[rows], torch.where(missing, torch.nan, truth[block]))[0]
-        parts.append((values, present))
-    values, present = zip(*parts, strict=True)
-    return torch.cat(values, dim=1), torch.cat(present)
-
-
-def cell_statistics(forecast: Tensor, truth: Tensor, climatology: Tensor | None) -> Tensor:
-    """Return fields to average, (S, V, H, W) float64: squared error, absolute error and error; products of
-    anomalies; CRPS and variance of an ensemble (M, V, H, W).
-    """
-    is_ensemble = forecast.ndim == truth.ndim + 1
-    state = forecast.double().mean(dim=0) if is_ensemble else forecast.double()
-    error = state - truth
-    fields = [error * error, error.abs(), error]
-    if climatology is not None:
-        ours, theirs = state - climatology, truth - climatology
-        fields += [ours * theirs, ours * ours, theirs * theirs]
-    if is_ensemble:
-        fields += [fair_crps(forecast, truth), forecast.double().var(dim=0, correction=1)]
-    return torch.stack(fields)
+        exact, normal, expected = truth[block].double(), None, None
+        if climatology is not None:
+            normal = climatology[block].double()
+            expected = exact - normal
+            known = torch.where(torch.isnan(normal), torch.nan, exact)
+        for f, forecast in enumerate(forecasts):
+            members = forecast[..., block, :, :]
+            is_ensemble = members.ndim > exact.ndim
+            state = members.double().mean(dim=0) if is_ensemble else members.double()
+            error = state - exact
+            fields = [error * error, error.abs(), error]
+            values[f, : len(ERRORS), block] = mean(torch.stack(fields), exact)
+            if normal is not None and expected is not None:
+                anomaly = state - normal
+                fields = [anomaly * expected, anomaly * anomaly, expected * expected]
+                values[f, anomalies, block] = mean(torch.stack(fields), known)
+            if is_ensemble:
+                fields = [fair_crps(members, exact), members.double().var(dim=0, correction=1)]
+                values[f, -len(ENSEMBLE) :, block] = mean(torch.stack(fields), exact)
+    return values
 
 
 def fair_crps(members: Tensor, truth: Tensor) -> Tensor:
@@ -186,16 +187,6 @@ def fair_crps(members: Tensor, truth: Tensor) -> Tensor:
     return distance.abs().mean(dim=0) - (factor * distance).sum(dim=0)
 
 
-def complete(values: Tensor, names: Sequence[str]) -> Tensor:
-    """Append the root of the mean squared error and the ACC of the date to statistics (S, ...)."""
-    of = dict(zip(names, values, strict=False))  # names go on with what is appended here
-    more = [of["mse"].sqrt()]
-    if "anomaly_covariance" in of:
-        squares = of["forecast_anomaly_square"] * of["truth_anomaly_square"]
-        more.append(of["anomaly_covariance"] / squares.sqrt())
-    return torch.cat([values, torch.stack(more)])
-
-
 def wind_pairs(variables: Sequence[str]) -> dict[str, tuple[int, int]]:
     """Return the positions of both components by wind vector ("wind_vector:500")."""
     position, pairs = {name: i for i, name in enumerate(variables)}, {}
@@ -207,45 +198,53 @@ def wind_pairs(variables: Sequence[str]) -> dict[str, tuple[int, int]]:
     return pairs
 
 
-def append_wind(
-    values: Tensor, present: Tensor, pairs: Mapping[str, tuple[int, int]]
-) -> tuple[Tensor, Tensor]:
-    """Append wind vectors to (S, ..., V, R) and (..., V, R). Only their squared error, the first statistic,
-    is defined: the sum over both components.
+def append_wind(values: np.ndarray, names: Sequence[str], pairs: Mapping[str, tuple[int, int]]) -> np.ndarray:
+    """Append wind vectors to statistics (S, ..., V, R) of these names. Only their squared error is defined,
+    the sum over both components; of the areas they have those of u.
     """
-    if not pairs:
-        return values, present
-    u, v = (torch.tensor(rows, device=values.device) for rows in zip(*pairs.values(), strict=True))
-    vectors = torch.full_like(values[..., u, :], torch.nan)
-    vectors[0] = values[0][..., u, :] + values[0][..., v, :]
-    both = present[..., u, :] & present[..., v, :]
-    return torch.cat([values, vectors], dim=-2), torch.cat([present, both], dim=-2)
+    u, v = (list(rows) for rows in zip(*pairs.values(), strict=True)) if pairs else ([], [])
+    vectors = np.full_like(values[..., u, :], np.nan)
+    mse = names.index("mse")
+    vectors[mse] = values[mse][..., u, :] + values[mse][..., v, :]
+    if COMMON_AREA in names:
+        area = names.index(COMMON_AREA)
+        vectors[area] = values[area][..., u, :]
+    return np.concatenate([values, vectors], axis=-2)
 
 
-def final_scores(means: Mapping[str, Tensor], num_members: int) -> dict[str, Tensor]:
-    """Return scores by name from the time means of statistics, (L, V, R) each.
+# -- means over dates ----------------------------------------------------------------------------------
 
-    Roots come after the mean over time. `acc` is WeatherBench2's, the mean of the dates' correlations;
-    `acc_ratio_of_means` is WeatherBench-X's. Names are WeatherBench2's where it has the score.
+
+def final_scores(statistics: xr.DataArray, num_members: xr.DataArray | int = 1) -> xr.DataArray:
+    """Return scores with a first dimension `metric` from statistics of dates (initial_time, ..., score).
+
+    Roots come after the mean over dates. `acc` is WeatherBench2's, the mean of the dates' correlations;
+    `acc_ratio_of_means` is WeatherBench-X's. The unbiased ratio of spread and skill is 1 for a perfect
+    ensemble of any size (WeatherBench-X), and less for an overconfident one. Names are WeatherBench2's where
+    it has the score. NaN where a forecast is broken on a date. num_members: of each forecast.
     """
-    scores = {"mse": means["mse"], "rmse": means["mse"].sqrt()}
-    scores |= {name: means[name] for name in ("rmse_sqrt_before_time_avg", *ERRORS[1:])}
-    if "acc" in means:
-        ours, theirs = means["forecast_anomaly_square"], means["truth_anomaly_square"]
-        scores["acc"] = means["acc"]
-        scores["acc_ratio_of_means"] = means["anomaly_covariance"] / (ours * theirs).sqrt()
-        scores |= {"forecast_activity": ours.sqrt(), "truth_activity": theirs.sqrt()}
-    if "crps" in means:
-        scores |= ensemble_scores(means, num_members)
-    return scores
-
-
-def ensemble_scores(means: Mapping[str, Tensor], num_members: int) -> dict[str, Tensor]:
-    """Return the scores of the members by name, from the time means of statistics.
-
-    The unbiased ratio of spread and skill is 1 for a perfect ensemble of any size (WeatherBench-X), and less
-    for an overconfident one.
-    """
-    spread, unbiased = means["variance"].sqrt(), means["mse"] - means["variance"] / num_members
-    scores = {"crps": means["crps"], "spread": spread, "spread_skill_ratio": spread / means["mse"].sqrt()}
-    return scores | {"unbiased_spread_skill_ratio": (means["variance"] / unbiased).sqrt()}
+    by_date = {str(name): statistics.sel(score=name, drop=True) for name in statistics["score"].values}
+    mse = by_date["mse"]
+    with np.errstate(invalid="ignore", divide="ignore"):
+        means = {name: values.mean("initial_time") for name, values in by_date.items()}
+        scores = {"mse": means["mse"], "rmse": means["mse"] ** 0.5}
+        scores["rmse_sqrt_before_time_avg"] = (mse**0.5).mean("initial_time")
+        scores |= {name: means[name] for name in ERRORS[1:]}
+        if "anomaly_covariance" in means:
+            squares = by_date["forecast_anomaly_square"] * by_date["truth_anomaly_square"]
+            scores["acc"] = (by_date["anomaly_covariance"] / squares**0.5).mean("initial_time")
+            ours, theirs = means["forecast_anomaly_square"], means["truth_anomaly_square"]
+            scores["acc_ratio_of_means"] = means["anomaly_covariance"] / (ours * theirs) ** 0.5
+            scores |= {"forecast_activity": ours**0.5, "truth_activity": theirs**0.5}
+        if "crps" in means:
+            spread, unbiased = means["variance"] ** 0.5, means["mse"] - means["variance"] / num_members
+            scores |= {"crps": means["crps"], "spread": spread, "spread_skill_ratio": spread / scores["rmse"]}
+            scores["unbiased_spread_skill_ratio"] = (means["variance"] / unbiased) ** 0.5
+    # A mean that is infinite is that of a forecast that is broken on some date; the truth is not.
+    is_whole = np.isfinite(means["mse"])
+    scores = {name: s if name == "truth_activity" else s.where(is_whole) for name, s in scores.items()}
+    area = {name: values for name, values in means.items() if name == COMMON_AREA}
+    scores = {"num_dates": mse.notnull().sum("initial_time").astype(float)} | area | scores
+    index = xr.DataArray(list(scores), dims="metric", name="metric")
+    result = xr.concat(list(scores.values()), index, coords="minimal", compat="override")
+    return result.transpose("metric", ..., "region", "lead_time", "variable", missing_dims="ignore")

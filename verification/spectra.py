@@ -15,8 +15,7 @@ import xarray as xr
 from torch import Tensor
 
 from datasets.grid import Grid
-from verification.matching import Pair
-from verification.score_tables import by_variable, squared
+from verification.tables import by_variable, squared
 
 MIDLATITUDES = (30.0, 60.0)  # degrees north and south, where spectra are averaged for plots
 EARTH_RADIUS = (6357e3 + 6378e3) / 2  # metres; WeatherBench2's
@@ -25,16 +24,8 @@ EARTH_RADIUS = (6357e3 + 6378e3) / 2  # metres; WeatherBench2's
 class Spectra:
     """Sums of spectra over dates, float64; memory does not grow with the number of dates."""
 
-    def __init__(
-        self,
-        lead: int,
-        variables: Sequence[str],
-        grid: Grid,
-        device: torch.device | str,
-        units: Mapping[str, str],
-    ) -> None:
-        """lead: position of the lead that is added up."""
-        self.lead, self.variables, self.grid, self.units = lead, variables, grid, units
+    def __init__(self, variables: Sequence[str], grid: Grid, device: torch.device | str) -> None:
+        self.variables, self.grid = list(variables), grid
         self.length = torch.from_numpy(circumference(grid.latitude)).to(device)
         waves = (grid.shape[0], grid.shape[1] // 2 + 1)
         shapes = {"dates": (), "whole_rows": grid.shape[:1], "forecast": waves, "truth": waves}
@@ -43,34 +34,36 @@ class Spectra:
             for name, shape in shapes.items()
         }
 
-    def add(self, pair: Pair) -> None:
-        if pair.lead != self.lead:
-            return
-        for i, v in enumerate(pair.rows):  # one at a time: members and waves are large
-            truth = pair.truth[i].double()
-            members = pair.forecast[..., i, :, :].double().reshape(-1, *truth.shape)
-            valid = torch.isfinite(truth)
+    def add(self, forecast: Tensor, truth: Tensor, rows: Sequence[int]) -> None:
+        """Add a date: forecast (V, H, W) or (M, V, H, W), truth (V, H, W); rows: positions of these variables
+        among all.
+        """
+        for i, v in enumerate(rows):  # one at a time: members and waves are large
+            exact = truth[i].double()
+            members = forecast[..., i, :, :].double().reshape(-1, *exact.shape)
+            valid = torch.isfinite(exact)
             whole = valid.all(dim=-1)  # a row with a missing value has no spectrum
             self.sums["dates"][v] += valid.any()
             self.sums["whole_rows"][v] += whole
-            for name, fields in {"forecast": members, "truth": truth[None]}.items():
+            for name, fields in {"forecast": members, "truth": exact[None]}.items():
                 # Mean energy of the members, not the energy of their mean, which is too smooth.
                 energy = zonal_energy_spectrum(fields, self.length).mean(dim=0)
                 self.sums[name][v] += torch.where(whole[:, None], energy, 0.0)
 
-    def result(self, leads: np.ndarray) -> xr.Dataset:
+    def result(self, lead: np.ndarray, has: Sequence[bool], units: Mapping[str, str]) -> xr.Dataset:
         """Return dims (lead_time[, level], latitude, zonal_wavenumber, source): means over the dates that
-        have all values on the circle of latitude. Coordinate `num_dates`: all dates. leads: all of them.
+        have all values on the circle of latitude. Coordinate `num_dates`: all dates. has: the variables that
+        the forecast has; the others are left out. lead: (1,).
         """
-        sources = ["forecast", "truth"]
-        mean = torch.stack([self.sums[name] for name in sources], dim=-1)[None]
-        mean = mean / self.sums["whole_rows"][..., None, None]
-        lead = leads[[self.lead]].astype("timedelta64[ns]")
-        coords: dict[str, Any] = {"lead_time": lead, "latitude": self.grid.latitude}
-        coords |= {"zonal_wavenumber": np.arange(mean.shape[-2]), "source": sources}
-        coords["num_dates"] = "lead_time", [int(self.sums["dates"].max())]
+        sources, there = ["forecast", "truth"], np.flatnonzero(has).tolist()
+        mean = torch.stack([self.sums[name][there] for name in sources], dim=-1)[None]
+        mean = mean / self.sums["whole_rows"][there][..., None, None]
+        coords: dict[str, Any] = {"lead_time": lead.astype("timedelta64[ns]")}
+        coords |= {"latitude": self.grid.latitude, "zonal_wavenumber": np.arange(mean.shape[-2])}
+        coords |= {"source": sources, "num_dates": ("lead_time", [int(self.sums["dates"].max())])}
         dims = ["lead_time", "variable", "latitude", "zonal_wavenumber", "source"]
-        spectra = by_variable(mean.cpu().numpy(), dims, self.variables, coords, self.units)
+        names = [self.variables[row] for row in there]
+        spectra = by_variable(xr.DataArray(mean.cpu().numpy(), coords, dims), names, units)
         for array in spectra.data_vars.values():  # squared, times the length of a circle of latitude
             array.attrs["units"] = f"{squared(array.attrs['units'])} m".strip()
         return spectra

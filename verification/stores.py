@@ -10,6 +10,7 @@ NaN, and its status "not_computed". Metadata are consolidated. Shapes: B states,
 W longitudes.
 """
 
+import hashlib
 import json
 import os
 import shutil
@@ -18,8 +19,10 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
+from itertools import product
 from pathlib import Path
 from typing import Any, cast
+from uuid import uuid4
 
 import numpy as np
 import xarray as xr
@@ -27,9 +30,11 @@ import zarr
 from torch import Tensor
 from zarr.codecs import BloscCodec
 
+from datasets.archive import Archive
+from datasets.fields import Field
 from datasets.grid import Grid
 from datasets.variables import STANDARD_NAMES, group_levels, split_name, units
-from errors import ConfigError, DataError
+from errors import ConfigError
 
 # Attributes of coordinates and stores by the CF conventions, which other tools use to find them.
 CONVENTIONS = {"Conventions": "CF-1.11"}
@@ -120,6 +125,52 @@ def consolidate(path: str | Path) -> None:
         zarr.consolidate_metadata(str(path), zarr_format=3)
 
 
+def identity_of(attributes: Mapping[str, Any]) -> dict[str, Any] | None:
+    """Return what identifies the forecast of a store, None if its attributes are not those of Rossby."""
+    try:
+        return dict(json.loads(attributes[ATTRIBUTE]))
+    except (KeyError, ValueError, TypeError):
+        return None
+
+
+def state_of_files(fields: Sequence[Field], rows: Mapping[str, int] | None = None) -> str:
+    """Return a digest of the names, sizes and modification times of the files of some arrays, of Zarr stores
+    only those with these rows of axes (role -> row). A URL has another state at each call.
+    """
+    digest = hashlib.sha256()
+    arrays = {(source.path, source.array): source for source in fields}
+    for (path, _), source in sorted(arrays.items()):
+        names = [path]
+        if "://" in path:
+            return uuid4().hex
+        if os.path.isdir(path):
+            chunks, numbers = source.raw.shards or source.raw.chunks, []
+            for role, size, chunk in zip(source.roles, source.raw.shape, chunks, strict=True):
+                row = (rows or {}).get(role)
+                numbers.append(range(-(-size // chunk)) if row is None else [row // chunk])
+            folder = os.path.join(path, source.raw.store_path.path)
+            keys = map(source.raw.metadata.encode_chunk_key, product(*numbers))
+            names = [os.path.join(folder, key) for key in keys]
+        for name in names:
+            try:
+                status = os.stat(name)
+                digest.update(f"{name} {status.st_size} {status.st_mtime_ns}\n".encode())
+            except FileNotFoundError:  # a chunk that is not written yet
+                digest.update(f"{name}\n".encode())
+    return digest.hexdigest()
+
+
+def state_of_analyses(archive: Archive, variables: Sequence[str], time: np.datetime64) -> str:
+    """Return a digest of the state of the files with the analyses of a date."""
+    sources = {source for name in variables for source, _ in archive.find(name)}
+    states = [
+        state_of_files([source], {"time": int(row)})
+        for source in sources
+        for row in np.flatnonzero(source.times == time)
+    ]
+    return hashlib.sha256("".join(sorted(states)).encode()).hexdigest()
+
+
 @dataclass(frozen=True, eq=False)
 class StoreIndex:
     """Content of a store. leads: hours after the initial date."""
@@ -133,29 +184,28 @@ class StoreIndex:
 
 
 class ForecastStore:
-    """A store on disk that rank 0 creates; then every rank writes chunks of its own.
+    """A store on disk that rank 0 creates; then every rank writes chunks of its own."""
 
-    If `target` ends in .nc, the store is written next to it and converted to that file at the end.
-    """
-
-    def __init__(self, target: Path, index: StoreIndex) -> None:
-        self.target, self.index, self.is_netcdf = target, index, target.suffix == ".nc"
-        self.path = Path(f"{target}.zarr") if self.is_netcdf else target
+    def __init__(self, path: Path, index: StoreIndex) -> None:
+        self.path, self.index = path, index
         self.arrays, self.levels = group_levels(index.variables), all_levels(index.variables)
         self.opened: dict[str, zarr.Array] = {}
 
     def create(self, about: dict[str, Any]) -> None:
         """Create the store, or continue an existing one. Raises ConfigError if it has another forecast."""
-        if self.is_written or self.path.exists():
-            self._check_same(about)
-        else:
-            self._create(about)
-        if self.is_written:
-            shutil.rmtree(self.path, ignore_errors=True)  # of a run that was killed after it wrote the file
-        for leftover in self.path.glob("*/**/*.partial"):  # zarr's, of a run that was killed
-            leftover.unlink()
-
-    def _create(self, about: dict[str, Any]) -> None:
+        if self.path.exists():
+            # Every byte of the store would be the same, or it is refused.
+            with self._open() as forecasts:
+                stored = identity_of(forecasts.attrs)
+            if stored is None:
+                raise self._error("exists, and is not a forecast of Rossby, or damaged")
+            for key, value in json.loads(json.dumps(about)).items():
+                if stored.get(key) != value:
+                    there, here = f"{stored.get(key)!s:.60}", f"{value!s:.60}"
+                    raise self._error(f"contains another forecast: {key} is {there} there and {here} here")
+            for leftover in self.path.glob("*/**/*.partial"):  # zarr's, of a run that was killed
+                leftover.unlink()
+            return
         unfinished = self.path.with_name(self.path.name + ".incomplete")
         shutil.rmtree(unfinished, ignore_errors=True)
         unfinished.parent.mkdir(parents=True, exist_ok=True)
@@ -167,39 +217,21 @@ class ForecastStore:
         create_store(unfinished, index.variables, index.grid, axes, chunks, content, index.units)
         sizes = {name: len(axis) for name, axis in axes.items()}
         chunks["prediction_timedelta"] = len(leads)
-        create_array(unfinished, STATUS, sizes, chunks, "int8", NOT_COMPUTED, STATUS_FLAGS)
+        # Attributes have no types in Zarr: read back, flag_values are int64, and CF wants one type for both.
+        create_array(unfinished, STATUS, sizes, chunks, "int64", NOT_COMPUTED, STATUS_FLAGS)
         consolidate(unfinished)
         os.replace(unfinished, self.path)
-
-    @property
-    def is_written(self) -> bool:
-        """True if the NetCDF file exists, which means that every forecast is finished."""
-        return self.is_netcdf and self.target.exists()
 
     def _open(self) -> xr.Dataset:
         """Open what is stored. Raises ConfigError if it cannot be opened."""
         try:
-            if self.is_written:
-                return xr.open_dataset(self.target, engine="h5netcdf", decode_cf=False)
             return xr.open_zarr(self.path, chunks=None, consolidated=False, decode_cf=False)
         except (OSError, ValueError, KeyError, TypeError, ExceptionGroup):  # zarr's, of many files
             raise self._error("exists, and is not a forecast of Rossby, or damaged") from None
 
-    def _check_same(self, about: dict[str, Any]) -> None:
-        """Raise ConfigError unless every byte of the store would be the same."""
-        with self._open() as forecasts:
-            try:
-                stored = dict(json.loads(forecasts.attrs[ATTRIBUTE]))
-            except (KeyError, ValueError, TypeError):
-                raise self._error("exists, and is not a forecast of Rossby, or damaged") from None
-        for key, value in json.loads(json.dumps(about)).items():
-            if stored.get(key) != value:
-                there, here = f"{stored.get(key)!s:.60}", f"{value!s:.60}"
-                raise self._error(f"contains another forecast: {key} is {there} there and {here} here")
-
     def _error(self, reason: str) -> ConfigError:
         fix = "remove it, or name another forecast.path"
-        return ConfigError(f"forecast.path = '{self.target}': {reason}; {fix}")
+        return ConfigError(f"forecast.path = '{self.path}': {reason}; {fix}")
 
     # -- status --------------------------------------------------------------------------------------
 
@@ -220,24 +252,6 @@ class ForecastStore:
         if name not in self.opened:
             self.opened[name] = cast(zarr.Array, zarr.open_array(str(self.path), path=name, mode="r+"))
         return self.opened[name]
-
-    def write_netcdf(self) -> None:
-        """Write a NetCDF-4 target, a chunk at a time, and remove the store. Other targets stay stores.
-
-        Raises DataError if the file cannot be written; the store stays then.
-        """
-        if not self.is_netcdf or self.is_written:
-            return
-        unfinished = self.target.with_name(self.target.name + ".incomplete")
-        try:
-            with xr.open_zarr(self.path, chunks={}, decode_timedelta=True) as forecasts:
-                encoding = {name: {"zlib": True, "complevel": 1} for name in forecasts.data_vars}
-                forecasts.drop_encoding().to_netcdf(unfinished, engine="h5netcdf", encoding=encoding)
-            os.replace(unfinished, self.target)
-        except OSError as error:
-            reason = f"{error}; the forecasts are in {self.path}, start again to write it"
-            raise DataError(f"forecast.path = '{self.target}': {reason}") from None
-        shutil.rmtree(self.path)
 
     # -- chunks --------------------------------------------------------------------------------------
 

@@ -15,23 +15,21 @@ import xarray as xr
 from torch import Tensor
 
 from datasets.field_dataset import FieldDataset, split_sample
-from datasets.loader import EvaluationSampler, build_loader, unwrap_errors
-from verification.evaluation import Tally
-from verification.matching import Pair
+from datasets.loader import EvaluationSampler, Loader
 from verification.rollout import Forecast
-from verification.score_tables import describe_dates, lead_hours, select, table
-from verification.scores import WIND_VECTORS, RegionMeans
+from verification.scores import RegionMeans, date_statistics, final_scores, statistic_names
+from verification.scores_by_date import DIMS, Example
+from verification.tables import by_variable, combine, describe_dates, lead_hours, select, table
 
 Loss = Callable[[Tensor, Tensor], Tensor]
-# An initial date, and variable -> (truth, forecast), each (H, W).
-Example = tuple[np.datetime64, dict[str, tuple[np.ndarray, np.ndarray]]]
 # Of an ensemble: keys of metrics.jsonl, metrics of evaluate.py.
 OF_MEMBERS = {"crps": "crps", "spread_skill": "unbiased_spread_skill_ratio"}
 
 
 @dataclass
 class Scores:
-    """Scores of a validation, by forecast in the form of `Evaluation.scores`, and the loss of the model.
+    """Scores of a validation by forecast, in the form of `Evaluation.scores` without its first dimension, and
+    the loss of the model.
 
     For an ensemble, "rmse" is the RMSE of its mean.
     """
@@ -73,7 +71,7 @@ class Scores:
     def table(self) -> str:
         """Return the RMSE by variable and lead as text."""
         dates = describe_dates(self.num_dates, self.lead_hours)
-        return table(self.by_forecast, "rmse", f"validation over {dates}")
+        return table(combine(self.by_forecast), "rmse", f"validation over {dates}")
 
 
 class Validation:
@@ -93,45 +91,62 @@ class Validation:
         num_forcing: int = 0,
         boundary: Tensor | None = None,
     ) -> None:
-        """part: index of this rank's part of the dates, and number of parts; counts: True on one rank of each
-        part; members: of the model's forecasts; num_forcing: number of last variables that are not scored;
-        boundary: cells that are not scored, bool (H, W).
+        """dataset: samples of a window and the states at the leads, which that after one step may precede:
+        the loss is of the first state, and only leads are scored. part: index of this rank's part of the
+        dates, and number of parts; counts: True on one rank of each part; members: of the model's forecasts;
+        num_forcing: number of last variables that are not scored; boundary: cells that are not scored, bool
+        (H, W).
         """
         self.boundary = boundary
         self.lead_steps, self.step_hours, self.device = lead_steps, step_hours, device
         self.variables = dataset.variables[: len(dataset.variables) - num_forcing]
         self.dataset, self.num_samples = dataset, len(dataset)
-        self.counts, self.history = counts, dataset.samples.shape[1] - len(lead_steps)
+        self.counts, self.history = counts, dataset.history
+        num_states = dataset.samples.shape[1] - dataset.history
+        self.steps = list(lead_steps) if num_states == len(lead_steps) else [1, *lead_steps]
         self.members, self.mean = members, RegionMeans(dataset.archive.grid, ["global"], device)
         self.sampler = EvaluationSampler(self.num_samples, batch_size, *part)
         # One batch ahead: each has the truth at every lead.
-        self.loader = build_loader(dataset, self.sampler, num_workers, 1, pin=device.type == "cuda")
+        self.loader = Loader(dataset, self.sampler, min(num_workers, 1), pin=device.type == "cuda")
         self.known: dict[str, xr.Dataset] = {}
 
     @torch.no_grad()
     def run(self, model: Forecast, baselines: dict[str, Forecast], loss: Loss) -> Scores:
         """Score the model, and the first time the baselines."""
         forecasts = {"model": model, **({} if self.known else baselines)}
-        shape, members = (self.num_samples, len(self.lead_steps)), {"model": self.members}
-        tallies = {n: Tally(self.variables, members.get(n, 1), shape, self.mean) for n in forecasts}
-        losses = torch.zeros(self.num_samples, dtype=torch.float64, device=self.device)
-        batches = zip(self.sampler.batches, unwrap_errors(iter(self.loader)), strict=True)
+        # Statistics of each date (n, L, V, 1, S), 0 for dates of other ranks.
+        shape = (self.num_samples, len(self.lead_steps), len(self.variables), 1)
+        tables: dict[str, Tensor] = {}
+        for name in forecasts:
+            number = len(statistic_names(False, name == "model" and self.members > 1))
+            tables[name] = torch.zeros((*shape, number), dtype=torch.float64, device=self.device)
+        # Of each date the loss, and 1 if it has a truth.
+        losses = torch.zeros((2, self.num_samples), dtype=torch.float64, device=self.device)
+        batches = zip(self.sampler.batches, self.loader, strict=True)
         for indices, (fields, times) in batches:
             fields, times = self.dataset.unpack(fields.to(self.device)), times.to(self.device)
             window, truths = split_sample(fields, self.history)
             state = fields[:, 0]
             rows = [row for row, date in enumerate(indices) if date >= 0]  # others are another rank's
             for name, forecast in forecasts.items():
-                start = window if name == "model" else state
-                for lead, predicted in enumerate(forecast(start, times, self.lead_steps)):
+                start, steps = (window, self.steps) if name == "model" else (state, self.lead_steps)
+                first = len(self.steps) - len(steps)  # state that the forecast has first
+                for column, predicted in enumerate(forecast(start, times, steps), first):
+                    lead = column - len(self.steps) + len(self.lead_steps)  # -1: only for the loss
                     predicted = predicted.unflatten(0, (len(state), -1))  # (B, M, V, H, W)
                     for row in rows:
-                        date, truth = indices[row], self._scored(truths[row, lead], state[row])
-                        self._add(tallies[name], date, lead, predicted[row], truth)
-                        if name == "model" and lead == 0 and tallies[name].table[-1, date, 0].any():
+                        date, truth = indices[row], self._scored(truths[row, column], state[row])
+                        # Without forcing variables.
+                        members, truth = predicted[row, :, : shape[2]], truth[: shape[2]]
+                        if lead >= 0:
+                            scored = members if len(members) > 1 else members[0]
+                            values = date_statistics([scored], truth, None, self.mean)[0]  # (S, V, 1)
+                            tables[name][date, lead] = values.permute(1, 2, 0)
+                        if name == "model" and column == 0 and truth.isfinite().any():
                             # As in training: cells that are missing at the start count, too.
-                            losses[date] = loss(predicted[row], truths[row, lead][None])
-        return self._scores(tallies, losses)
+                            losses[0, date] = loss(predicted[row], truths[row, 0][None])
+                            losses[1, date] = 1
+        return self._scores(tables, losses)
 
     def _scored(self, truth: Tensor, state: Tensor) -> Tensor:
         """Return a truth (V, H, W) with NaN in cells that are missing in the initial state, where persistence
@@ -140,41 +155,37 @@ class Validation:
         truth = torch.where(torch.isfinite(state), truth, torch.nan)
         return truth if self.boundary is None else truth.masked_fill_(self.boundary, torch.nan)
 
-    def _add(self, tally: Tally, date: int, lead: int, members: Tensor, truth: Tensor) -> None:
-        """Count a forecast (M, V, H, W), without forcing variables."""
-        rows, truth = list(range(len(self.variables))), truth[: len(self.variables)]
-        scored = members[:, : len(rows)]
-        scored = scored if len(scored) > 1 else scored[0]
-        tally.add(Pair("", date, lead, rows, scored, truth, truth, None))
-
     @torch.no_grad()
     def last_date(self, forecast: Forecast) -> Example:
         """Return the last initial date that has a truth at the first lead, and variable -> (truth, forecast)
         (H, W) there; of an ensemble its mean.
         """
-        last = int(np.flatnonzero(self.dataset.samples[:, self.history] >= 0)[-1])
+        first = len(self.steps) - len(self.lead_steps)
+        last = int(np.flatnonzero(self.dataset.samples[:, self.history + first] >= 0)[-1])
         fields, times = self.dataset.__getitems__([last])
-        (window, truths), first = split_sample(fields, self.history), self.lead_steps[:1]
-        by_lead = forecast(window.to(self.device), times.to(self.device), first)
+        window, truths = split_sample(fields, self.history)
+        by_lead = forecast(window.to(self.device), times.to(self.device), self.lead_steps[:1])
         predicted = next(iter(by_lead)).mean(dim=0).cpu()
-        pairs = zip(truths[0, 0].numpy(), predicted.numpy(), strict=True)
+        pairs = zip(truths[0, first].numpy(), predicted.numpy(), strict=True)
         return np.datetime64(int(times), "s"), dict(zip(self.variables, pairs, strict=False))
 
-    def _scores(self, tallies: dict[str, Tally], losses: Tensor) -> Scores:
+    def _scores(self, tables: dict[str, Tensor], losses: Tensor) -> Scores:
         """Return the scores over all ranks, bit-exact on any number: a date is 0 on all but one."""
-        for values in (*(tally.table for tally in tallies.values()), losses):
+        for values in (*tables.values(), losses):
             if not self.counts:
                 values.zero_()  # another rank has the same
-        dist.all_reduce(losses)
-        dates = self.dataset.archive.times[self.dataset.samples[:, 0]]
+            dist.all_reduce(values)
         leads = np.array([steps * self.step_hours for steps in self.lead_steps], "timedelta64[h]")
         units = {name: self.dataset.archive.units(name) for name in self.variables}
-        found: dict[str, xr.Dataset] = {}
-        for name, tally in tallies.items():
-            dist.all_reduce(tally.table)
-            scores = tally.results(dates, leads, ["global"], units).scores
-            found[name] = scores.drop_vars(WIND_VECTORS, errors="ignore")
-        self.known |= {name: scores for name, scores in found.items() if name != "model"}
-        num_losses = tallies["model"].table[-1, :, 0].flatten(1).any(dim=1).sum()
-        by_forecast = {"model": found["model"], **self.known}
-        return Scores(self.variables, by_forecast, (losses.sum() / num_losses).item())
+        by_forecast: dict[str, xr.Dataset] = {}
+        for name, values in tables.items():
+            has_members = name == "model" and self.members > 1
+            coords = {"lead_time": leads.astype("timedelta64[ns]"), "region": ["global"]}
+            coords |= {"score": list(statistic_names(False, has_members))}
+            statistics = xr.DataArray(values.cpu().numpy(), coords, DIMS[1:])
+            scores = final_scores(statistics, self.members)
+            num_dates = scores.sel(metric="num_dates", drop=True).max(("variable", "region")).astype(int)
+            by_forecast[name] = by_variable(scores, self.variables, units).assign_coords(num_dates=num_dates)
+        self.known |= {name: scores for name, scores in by_forecast.items() if name != "model"}
+        by_forecast = {"model": by_forecast["model"], **self.known}
+        return Scores(self.variables, by_forecast, (losses[0].sum() / losses[1].sum()).item())

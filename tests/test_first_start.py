@@ -1,0 +1,215 @@
+"""The first start of a run converts data.path to a training store, once; what can go wrong is one line."""
+
+import errno
+import json
+import os
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import forecast
+from command_line import load_config
+from datasets import convert
+from datasets.archive import TrainingStore, open_archive
+from datasets.random_fields import RandomFields
+from errors import ConfigError, DataError, RunFailed
+from planning.start_checks import open_checked
+from tests.planned import run_train
+from tests.started_jobs import losses, run_options, small_dataset, small_wave, write_config
+
+U10, LSM = "10m_u_component_of_wind", "land_sea_mask"
+
+
+def write_source(path: Path, num_dates: int = 40, raised: int = -1, mask: float = 1.0) -> None:
+    """NetCDF of a wave, one date of which may be raised by 3 m/s, and of a land-sea mask."""
+    ds = small_dataset({U10: small_wave(num_dates)})
+    if raised >= 0:
+        ds[U10][raised] += 3
+    ds[LSM] = ("latitude", "longitude"), np.eye(6, 8, dtype="f4") * mask
+    ds.to_netcdf(path.with_suffix(".new"), engine="h5netcdf")
+    os.replace(path.with_suffix(".new"), path)
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    write_source(tmp_path / "source.nc")
+    return tmp_path / "source.nc"
+
+
+@pytest.fixture
+def words(tmp_path: Path, source: Path) -> list[str]:
+    """A configuration that reads the source, and the place of its store."""
+    data = {"variables": [U10], "static_variables": [LSM], "store_path": str(tmp_path / "stores/a.zarr")}
+    config_file = write_config(tmp_path, path=str(source), data=data, training={"steps": 3})
+    return run_options(config_file, tmp_path / "run")
+
+
+def open_store(words: list[str]) -> TrainingStore:
+    selection = open_checked(load_config(words))
+    assert isinstance(selection.archive, TrainingStore)
+    return selection.archive
+
+
+def test_a_run_trains_from_the_store_that_it_converts_once(words, source, tmp_path, capfd):
+    """With the losses of a store that the command has converted, and without the source afterwards."""
+    run_train(*words, "--checkpoint.enable=false")
+    assert "converting 40 dates of 1 variables" in capfd.readouterr().err
+    store = tmp_path / "stores/a.zarr"
+    exact = open_archive(str(source)).read_block(0, 40, [U10])
+    np.testing.assert_array_equal(open_archive(str(store)).read_block(0, 40, [U10]), exact)
+    first = losses(tmp_path / "run")
+    assert convert.main([str(source), str(tmp_path / "own.zarr"), "--dtype", "float32"]) == 0
+    more = ["--data.path", str(tmp_path / "own.zarr"), "--job.dump_folder", str(tmp_path / "again")]
+    run_train(*words, *more, "--checkpoint.enable=false")
+    assert losses(tmp_path / "again") == first
+    before = {path: path.stat().st_mtime_ns for path in store.rglob("*")}
+    run_train(*words, "--checkpoint.enable=false")
+    assert "converting" not in capfd.readouterr().err
+    assert before == {path: path.stat().st_mtime_ns for path in store.rglob("*")}
+
+
+def test_the_command_converts_what_the_configuration_reads(words):
+    assert convert.main(words) == 0
+    store = open_archive(str(load_config(words).data.store_path))
+    assert store.variables == [U10] and store.static_variables == [LSM]
+    assert open_store(words).path == store.path
+
+
+def test_a_store_grows_with_its_source(words, source):
+    assert len(open_store(words).times) == 40
+    write_source(source, 47)
+    store = open_store(words)
+    np.testing.assert_array_equal(store.times, open_archive(str(source)).times)
+    np.testing.assert_array_equal(store.read(46, [U10]), open_archive(str(source)).read(46, [U10]))
+
+
+@pytest.mark.parametrize(
+    "change", [{"raised": 39}, {"raised": 0}, {"mask": 2.0}, {"raised": 3, "num_dates": 39}]
+)
+def test_a_source_with_other_values_is_refused_by_name(words, source, change):
+    """Of a variable, or a static one; also where the source has lost a date as well."""
+    open_store(words)
+    write_source(source, **change)
+    name = LSM if "mask" in change else U10
+    with pytest.raises(DataError, match=f"{name}.* is not what it was when it was converted; remove"):
+        open_store(words)
+
+
+def test_another_file_of_static_fields_is_refused_by_name(words, tmp_path, source):
+    shutil.copy(source, tmp_path / "static.nc")
+    more = ["--data.static_path", str(tmp_path / "static.nc")]
+    open_store([*words, *more])
+    write_source(tmp_path / "static.nc", mask=2.0)
+    with pytest.raises(DataError, match=f"{LSM} is not what it was when it was converted"):
+        open_store([*words, *more])
+
+
+def test_dates_that_the_source_has_lost_stay_in_the_store(words, source):
+    open_store(words)
+    write_source(source, 30)
+    assert len(open_store(words).times) == 40
+
+
+def test_a_conversion_that_was_interrupted_is_continued(words, source, monkeypatch):
+    monkeypatch.setattr(convert, "SHARD_DATES", 8)
+    write_part, count = convert.Conversion.write_part, []
+
+    def write_some(self, part):
+        count.append(part)
+        if len(count) == 3:
+            raise KeyboardInterrupt
+        write_part(self, part)
+
+    monkeypatch.setattr(convert.Conversion, "write_part", write_some)
+    with pytest.raises(KeyboardInterrupt):
+        open_store(words)
+    store = open_store(words)
+    assert len(count) == 3 + 3  # of five parts two had been written
+    np.testing.assert_array_equal(
+        store.read_block(0, 40, [U10]), open_archive(str(source)).read_block(0, 40, [U10])
+    )
+
+
+def test_a_full_disk_is_one_line_and_the_next_start_continues(words, monkeypatch):
+    def full(*arguments) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(convert, "write_shard", full)
+        with pytest.raises(RunFailed, match="No space left on device.*continues"):
+            open_store(words)
+    assert len(open_store(words).times) == 40
+
+
+def test_two_runs_that_ask_for_the_same_store_at_once(words, start_job, tmp_path):
+    """One converts, the other one waits, or finds it done."""
+    jobs = [start_job(Path(words[1]), tmp_path / f"run{number}") for number in range(2)]
+    assert [job.end(180) for job in jobs] == [0, 0], "\n".join(job.output for job in jobs)
+    assert losses(tmp_path / "run0") == losses(tmp_path / "run1")
+
+
+def test_what_a_first_start_refuses(words, tmp_path, monkeypatch):
+    """Each in one line that names the key, before anything is written."""
+    for options, message in (
+        (["--data.store_path", "/proc/a.zarr"], "data.store_path = '/proc/a.zarr': it cannot be written to"),
+        (["--data.path", "no/such.nc"], "data.path = 'no/such.nc': there is no such file"),
+        (["--training.local_batch_size", "1000"], "training.local_batch_size = 1000: data.train_period has"),
+        (["--data.validation_period", '["1999-01-01", "1999-02-01"]'], "data.validation_period"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            open_store([*words, *options])
+    monkeypatch.setattr(convert, "LARGEST_FIRST_START", 1000)
+    with pytest.raises(ConfigError, match="data.path.*0 GiB; convert it first.*datasets.convert"):
+        open_store(words)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(ConfigError, match="data.path.*several processes.*datasets.convert"):
+        open_store(words)
+    monkeypatch.delenv("WORLD_SIZE")
+    monkeypatch.setenv("NNODES", "2")
+    with pytest.raises(ConfigError, match="data.path.*several processes.*datasets.convert"):
+        open_store(words)
+    assert not (tmp_path / "stores/a.zarr").exists()
+
+
+def test_dates_without_all_variables_are_not_converted(words, tmp_path, source):
+    """Hourly and six-hourly sources: the hours between count nowhere."""
+    other = "10m_v_component_of_wind"
+    hourly = small_dataset({other: small_wave(235)})
+    times = np.datetime64("2020-01-01", "ns") + np.arange(235) * np.timedelta64(1, "h")
+    hourly.assign_coords(time=times).to_netcdf(tmp_path / "hourly.nc", engine="h5netcdf")
+    more = ["--data.variables", f'["{U10}", "{other}"]', "--data.more_paths"]
+    store = open_store([*words, *more, f'["{tmp_path}/hourly.nc"]'])
+    np.testing.assert_array_equal(store.times, open_archive(str(source)).times)
+
+
+def test_random_fields_are_a_function_of_date_and_variable(words, tmp_path):
+    more = ["--data.path", "random", "--data.grid_shape", "[6, 8]", "--data.variables", f'["{U10}", "msl"]']
+    config = load_config([*words, *more])
+    one, other = RandomFields(config.data), RandomFields(config.data)
+    block = one.read_block(0, 20, [U10])
+    np.testing.assert_array_equal(other.read_block(3, 5, [U10]), block[3:5])
+    assert not np.array_equal(block[3], block[4])
+    run_train(*words, *more, "--checkpoint.enable=false")
+    assert len(losses(tmp_path / "run")) == 3
+
+
+def test_the_largest_configuration_is_refused_without_a_request(tmp_path, monkeypatch):
+    """Its path is one that a user has to name."""
+    monkeypatch.setattr(convert, "open_archive", lambda *_: pytest.fail("opened"))
+    with pytest.raises(ConfigError, match="data.path = 'era5_1024x2048.zarr'.*random"):
+        open_checked(load_config(["--job.config_file", "train_configs/vit1b.toml"]))
+
+
+def test_a_forecast_without_a_checkpoint_is_refused_before_weather_is_simulated(tmp_path, monkeypatch):
+    monkeypatch.setattr("datasets.selection.ensure_simulated", lambda *_: pytest.fail("simulated"))
+    with pytest.raises(ConfigError, match="job.dump_folder.*no checkpoint there"):
+        forecast.open_data(load_config(["--job.dump_folder", str(tmp_path)]))
+
+
+def test_the_store_says_what_it_has(words):
+    store = Path(open_store(words).path)
+    attributes = json.loads((store / "zarr.json").read_text())["attributes"]
+    assert attributes["complete"] and attributes["options"]["variables"] == [U10]
+    shutil.rmtree(store)

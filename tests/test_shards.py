@@ -1,0 +1,230 @@
+"""Batches that threads read from converted stores: equal to zarr-python's."""
+
+import json
+import os
+import resource
+import shutil
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from functools import lru_cache
+from io import FileIO
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import xarray as xr
+import zarr
+from torch.utils.data import Sampler
+
+from datasets import convert, shards
+from datasets.archive import TrainingStore, open_archive
+from datasets.field_dataset import FieldDataset
+from datasets.loader import Loader, TrainLoader, TrainSampler
+from errors import DataError
+from tests.sample_archives import analyses, weatherbench
+
+NAME = "2m_temperature"
+
+
+class Batches(Sampler[list[int]]):
+    """Given batches of samples."""
+
+    def __init__(self, batches: list[list[int]]) -> None:
+        self.batches = batches
+
+    def __iter__(self) -> Iterator[list[int]]:
+        return iter(self.batches)
+
+
+SAMPLES = np.array([[0, 1], [1, 2], [2, 3], [3, 4]])
+BATCHES = [[2, 0], [3, 1], [0, 0], [1, 3], [2]]
+
+
+def write_store(path: Path, dtype: str = "f2") -> tuple[str, np.ndarray]:
+    """Convert five dates in shards of four; return the path and the values as float32."""
+    field = np.random.default_rng(0).normal(281, 9, size=(5, 6, 8)).astype("f4")
+    field[1, 2, 3] = np.nan
+    times = np.datetime64("2020-01-01", "ns") + np.arange(5) * np.timedelta64(6, "h")
+    coords = {"time": times, "latitude": np.linspace(75, -75, 6), "longitude": np.arange(0, 360, 45.0)}
+    ds = xr.Dataset({"t2m": (tuple(coords), field)}, coords)
+    ds.to_netcdf(source := path.with_suffix(".nc"), engine="h5netcdf")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(convert, "SHARD_DATES", 4)
+        convert.main([str(source), str(path), "--dtype", {"f2": "float16", "f4": "float32"}[dtype]])
+    return str(path), xr.open_zarr(path)[NAME].values.astype("f4") if dtype == "f2" else field
+
+
+@pytest.fixture
+def dataset(tmp_path) -> FieldDataset:
+    return FieldDataset(open_archive(write_store(tmp_path / "a.zarr")[0]), [NAME], SAMPLES)
+
+
+def read_plainly(dataset: FieldDataset) -> list[torch.Tensor]:
+    return [dataset.__getitems__(batch)[0] for batch in BATCHES]
+
+
+def equal(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return torch.equal(one.isnan(), other.isnan()) and torch.equal(one.nan_to_num(), other.nan_to_num())
+
+
+@pytest.mark.parametrize("dtype", ["f2", "f4"])
+def test_fields_equal_those_of_zarr_python(tmp_path, dtype):
+    """Scales that are a power of two round once either way, so that values are equal bit by bit."""
+    path, truth = write_store(tmp_path / "a.zarr", dtype)
+    archive = open_archive(path)
+    assert isinstance(archive, TrainingStore)
+    np.testing.assert_array_equal(archive.read_block(0, 5, [NAME])[:, 0], truth)
+    dataset = FieldDataset(archive, [NAME], np.arange(5)[:, None])
+    fields = torch.cat([batch.clone() for batch, _ in Loader(dataset, Batches([[0, 1, 2], [3, 4]]), 2)])
+    assert fields.dtype == (torch.float16 if dtype == "f2" else torch.float32)
+    np.testing.assert_array_equal(dataset.unpack(fields)[:, 0, 0].numpy(), truth)
+    part = open_archive(path, region=(70.0, 40.0, -50.0, 280.0)).read_block(0, 5, [NAME])[:, 0]
+    np.testing.assert_array_equal(part, truth[:, 1:5, 1:7])
+
+
+@pytest.mark.parametrize("threads", [0, 1, 3])
+def test_threads_read_the_batches_of_the_sampler(dataset, threads):
+    batches = [dataset.unpack(fields).clone() for fields, _ in Loader(dataset, Batches(BATCHES), threads)]
+    assert all(equal(a, b) for a, b in zip(batches, read_plainly(dataset), strict=True))
+
+
+USES = {
+    "the batch": lambda fields: fields,
+    "a view": lambda fields: fields[:, 0],
+    "an array": lambda fields: fields.numpy()[..., 1:],
+    "saved for a gradient": lambda fields: (torch.ones(1, requires_grad=True) * fields.float()).grad_fn,
+}
+
+
+@pytest.mark.parametrize("use", USES)
+@pytest.mark.parametrize("threads", [0, 2])
+def test_batches_that_are_in_use_are_not_overwritten(tmp_path, threads, use):
+    """With float32 stores, of which `float` makes no copy."""
+    archive = open_archive(write_store(tmp_path / "a.zarr", "f4")[0])
+    dataset = FieldDataset(archive, [NAME], SAMPLES)
+    used = [USES[use](fields) for fields, _ in Loader(dataset, Batches(BATCHES), threads)]
+    for each, batch in zip(used, read_plainly(dataset), strict=True):
+        found = each._saved_other if use.startswith("saved") else torch.as_tensor(each)
+        assert equal(found, torch.as_tensor(USES[use](batch)) if "saved" not in use else batch)
+
+
+def test_memory_of_a_batch_is_used_again_when_nothing_refers_to_it(dataset):
+    places = set()
+    for fields, _ in Loader(dataset, Batches(20 * BATCHES[:4]), 2):
+        places.add(fields.data_ptr())
+    assert len(places) <= 4 + 3 + 2  # read ahead; in use, given before, begun; just filled by a thread
+
+
+def test_a_state_of_several_samples_is_decoded_once(dataset, monkeypatch):
+    read: list[int] = []
+    fill = TrainingStore.fill
+
+    def count(self: TrainingStore, date: int, variables: Any, out: np.ndarray) -> None:
+        read.append(date)
+        fill(self, date, variables, out)
+
+    monkeypatch.setattr(TrainingStore, "fill", count)
+    fields, _ = next(iter(Loader(dataset, Batches([[0, 1, 2, 3]]), 1)))
+    assert sorted(read) == [0, 1, 2, 3, 4]
+    assert equal(dataset.unpack(fields), dataset.__getitems__([0, 1, 2, 3])[0])
+
+
+def test_a_missing_date_is_missing_values(dataset):
+    (fields, _), *_ = Loader(dataset.with_dates(np.array([[0, -1]])), Batches([[0]]), 2)
+    assert torch.isnan(fields[0, 1]).all() and torch.isfinite(fields[0, 0]).any()
+
+
+def test_a_loader_that_was_left_starts_again(dataset):
+    loader = Loader(dataset, Batches(BATCHES), 2)
+    next(iter(loader))
+    expected = read_plainly(dataset)
+    assert all(equal(dataset.unpack(fields), b) for (fields, _), b in zip(loader, expected, strict=True))
+
+
+def test_scales_are_copied_to_a_device_once(dataset):
+    """A copy from pageable memory makes the host wait for the device."""
+    on_meta = torch.empty((1, 2, 1, 6, 8), dtype=torch.float16, device="meta")
+    dataset.unpack(on_meta)
+    scale = dataset.scale
+    dataset.unpack(on_meta)
+    assert dataset.scale is scale and scale.device.type == "meta"
+
+
+def test_damaged_shards_are_one_line(tmp_path):
+    path, _ = write_store(tmp_path / "a.zarr")
+    shard = tmp_path / "a.zarr/2m_temperature/c/0/0/0"
+    content = shard.read_bytes()
+    flipped = bytearray(content)
+    flipped[10] ^= 4
+    for damaged in (b"", content[: len(content) // 2], content[:-1], bytes(flipped)):
+        shard.write_bytes(damaged)
+        with pytest.raises(DataError, match="2m_temperature at 2020-01-01T.* cannot be read") as error:
+            open_archive(path).read(0, [NAME])
+        assert "\n" not in str(error.value)
+
+
+def test_chunks_and_shards_that_are_missing_are_missing_values(tmp_path):
+    path, truth = write_store(tmp_path / "a.zarr")
+    root: Any = zarr.open_group(path, mode="r+")
+    root[NAME][2] = np.nan  # zarr-python leaves such a chunk out
+    (tmp_path / f"a.zarr/{NAME}/c/1/0/0").unlink()
+    block = open_archive(path).read_block(0, 5, [NAME])[:, 0]
+    assert np.isnan(block[[2, 4]]).all()
+    np.testing.assert_array_equal(block[[0, 1, 3]], truth[[0, 1, 3]])
+
+
+@pytest.mark.parametrize("change", ["big endian", "a fill value", "no mark of ours"])
+def test_only_arrays_of_this_format_are_read_by_the_fast_reader(tmp_path, change):
+    """Others are read by zarr-python."""
+    path, truth = write_store(tmp_path / "a.zarr", "f4")
+    file = tmp_path / "a.zarr" / ("zarr.json" if change == "no mark of ours" else f"{NAME}/zarr.json")
+    about = json.loads(file.read_text())
+    if change == "no mark of ours":
+        del about["attributes"]["rossby_training_store"]
+        about.pop("consolidated_metadata", None)
+    elif change == "a fill value":
+        about["fill_value"] = 3.0
+    else:
+        about["codecs"][0]["configuration"]["codecs"][0]["configuration"]["endian"] = "big"
+    file.write_text(json.dumps(about))
+    shutil.copytree(tmp_path / "a.zarr", tmp_path / "b.zarr")
+    root = json.loads((tmp_path / "b.zarr/zarr.json").read_text())
+    root.pop("consolidated_metadata", None)
+    (tmp_path / "b.zarr/zarr.json").write_text(json.dumps(root))
+    archive = open_archive(str(tmp_path / "b.zarr"))
+    assert not isinstance(archive, TrainingStore)
+    if change == "no mark of ours":
+        np.testing.assert_array_equal(archive.read_block(0, 5, [NAME])[:, 0], truth)
+
+
+def test_few_files_are_open_at_once(tmp_path, monkeypatch):
+    monkeypatch.setattr(shards, "_open", lru_cache(5)(FileIO))
+    for number in range(12):
+        (tmp_path / str(number)).write_bytes(b"%03d" % number)
+
+    def read(number: int) -> bytes:
+        return bytes(shards._read(shards._open(str(tmp_path / str(number))), 0, 3))
+
+    with ThreadPoolExecutor(4) as pool:
+        assert list(pool.map(read, [*range(12), *range(12)])) == [b"%03d" % (i % 12) for i in range(24)]
+    links = [f"/proc/self/fd/{number}" for number in os.listdir("/proc/self/fd")]
+    assert sum(str(tmp_path) in os.readlink(link) for link in links if os.path.lexists(link)) == 5
+
+
+def test_forty_arrays_are_read_with_256_open_files(tmp_path):
+    """An epoch over 40 variables as separate arrays, a date a chunk."""
+    ds = analyses()[["2m_temperature"]]
+    ds = ds.assign({f"own_{i}": ds["2m_temperature"] + i for i in range(39)})
+    path = str(tmp_path / "store")
+    convert.main([weatherbench(tmp_path, ds), path])
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (256, limits[1]))
+    try:
+        archive = open_archive(path)
+        dataset = FieldDataset(archive, archive.variables, np.arange(5)[:, None])
+        batches = TrainLoader(dataset, TrainSampler(5, 0, 1, 1, 0, 1), 2, False).iterate(0, num_dates=1)
+        assert len([next(batches) for _ in range(10)]) == 10
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)

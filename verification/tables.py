@@ -1,0 +1,324 @@
+"""Scores as xarray Datasets in WeatherBench2's form, a data variable a variable, levels as a dimension; as
+tables of text; and a scorecard, which tests the differences of two forecasts for significance.
+"""
+
+import math
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import xarray as xr
+
+from datasets.variables import group_levels, split_name, units
+from errors import DataError
+
+GRAVITY = 9.80665  # m s-2: geopotential over it is in geopotential metres
+# Limits of the tables; scores.nc has everything.
+LEADS_SHOWN = 6  # of a table that are not whole days
+VARIABLES_SHOWN = 24
+HEADLINE = (
+    "geopotential:500",
+    "temperature:850",
+    "2m_temperature",
+    "mean_sea_level_pressure",
+    "10m_u_component_of_wind",
+    "10m_v_component_of_wind",
+    "wind_vector:850",
+    "specific_humidity:700",
+)
+DAY = np.timedelta64(24, "h")
+TITLES = {
+    "rmse": "root-mean-square error",
+    "acc": "anomaly correlation",
+    "crps": "continuous ranked probability score (fair)",
+    "unbiased_spread_skill_ratio": "spread over skill, 1 for a perfect ensemble",
+}
+OF_MEMBERS = ("crps", "unbiased_spread_skill_ratio")  # others of TITLES are of the mean of an ensemble
+# Metrics without units, and those in the square of their variable's.
+PURE = (
+    "acc",
+    "acc_ratio_of_means",
+    "spread_skill_ratio",
+    "unbiased_spread_skill_ratio",
+    "num_dates",
+    "common_area",
+)
+SQUARES = ("mse", "variance", "anomaly_covariance", "forecast_anomaly_square", "truth_anomaly_square")
+# Of the scorecard.
+BOUND = 50.0  # per cent at the ends of the colour scale
+LEVEL = 0.05  # of significance
+QUANTILE = 1.959964  # of the normal distribution, two-sided at this level
+LEAST_DAYS = 30  # with fewer the autocorrelation of differences is not known
+
+
+def by_variable(array: xr.DataArray, variables: Sequence[str], own_units: Mapping[str, str]) -> xr.Dataset:
+    """Return an array with a dimension "variable" as a Dataset, "geopotential:500" as level 500 of
+    "geopotential"; levels that a variable does not have are NaN.
+
+    own_units: units of the variables that the project does not know.
+    """
+    fields: list[xr.Dataset] = []
+    for name, rows in group_levels(variables).items():
+        if None in rows:
+            field = array.isel(variable=rows[None])
+        else:
+            field = array.isel(variable=list(rows.values())).rename(variable="level")
+            field = field.assign_coords(level=list(rows)).sortby("level")
+        fields.append(field.drop_vars("variable", errors="ignore").rename(name).to_dataset())
+    merged = xr.merge(fields, join="outer", compat="override", combine_attrs="drop")
+    known = {split_name(name)[0]: text for name, text in own_units.items()}
+    for name, field in merged.items():
+        text = units(str(name)) or known.get(str(name), "")
+        field.attrs["units"] = "m s-1" if "wind_vector" in str(name) else text
+    return merged
+
+
+def combine(scores_of: Mapping[str, xr.Dataset]) -> xr.Dataset:
+    """Return the scores of all forecasts with a first dimension `forecast`, NaN (no dates) where missing.
+
+    Coordinate `num_dates` (forecast, lead_time).
+    """
+    index = xr.DataArray(list(scores_of), dims="forecast", name="forecast")
+    datasets = [scores.reset_coords("num_dates") for scores in scores_of.values()]
+    joined: Any = {"join": "outer", "combine_attrs": "override", "compat": "override"}
+    # Forecasts of surface variables alone have no level.
+    together = xr.concat(datasets, dim=index, data_vars="all", coords="minimal", **joined)
+    return together.assign_coords(num_dates=together["num_dates"].fillna(0).astype(int))
+
+
+def lead_hours(scores: xr.Dataset | xr.DataArray) -> list[int]:
+    """Return the leads of scores in hours."""
+    return [int(lead / np.timedelta64(1, "h")) for lead in scores["lead_time"].values]
+
+
+def variable_names(scores: xr.Dataset) -> list[str]:
+    """Return the variables with their levels, "geopotential:500", that have any score."""
+    names = []
+    for name, array in scores.data_vars.items():
+        if "level" not in array.dims:
+            names.append(str(name))
+            continue
+        finite = array.notnull().any(dim=[dim for dim in array.dims if dim != "level"])
+        names += [f"{name}:{int(level)}" for level in array["level"].values[finite.values]]
+    return names
+
+
+def headline(names: Sequence[str], most: int = 8) -> list[str]:
+    """Return at most `most` variables, the customary ones first."""
+    first = [name for name in HEADLINE if name in names]
+    return list(dict.fromkeys([*first, *names]))[:most]
+
+
+def one_variable(scores: xr.Dataset, variable: str) -> xr.DataArray:
+    """Return "geopotential:500" of a Dataset, without dimension `level`. KeyError if it is not there."""
+    name, level = split_name(variable)
+    return scores[name] if level is None else scores[name].sel(level=level)
+
+
+def select(scores: xr.Dataset, metric: str, variable: str) -> xr.DataArray:
+    """Return a score of the whole globe, or of the first region if the globe was not asked for.
+
+    KeyError if there is no such score.
+    """
+    regions = scores["region"].values
+    region = "global" if "global" in regions else regions[0]
+    return one_variable(scores, variable).sel(metric=metric, region=region)
+
+
+def units_of(scores: xr.Dataset, variable: str, metric: str = "") -> str:
+    """Return the units of a variable, or of a metric of it: K, K2 of the mse; "" of a pure number."""
+    text = str(scores[split_name(variable)[0]].attrs.get("units", ""))
+    return "" if metric in PURE else squared(text) if metric in SQUARES else text
+
+
+def squared(units: str) -> str:
+    """Return "m2 s-2" for "m s-1", "K2" for "K"; pure numbers stay ("1")."""
+    words = [re.fullmatch(r"(.*?[^\d-])(-?\d+)?", word) for word in units.split()]
+    return " ".join(f"{word[1]}{2 * int(word[2] or 1)}" if word else "1" for word in words)
+
+
+def describe_dates(num_dates: Sequence[int], lead_hours: Sequence[int]) -> str:
+    """Return "47 initial dates", or "47 initial dates at 6 h, 7 at 240 h" where the leads differ."""
+    if len(set(num_dates)) == 1:
+        return f"{num_dates[0]} initial dates"
+    return f"{num_dates[0]} initial dates at {lead_hours[0]} h, {num_dates[-1]} at {lead_hours[-1]} h"
+
+
+def labels(scores: xr.Dataset) -> list[str]:
+    """Return the names of forecasts for tables and plots: "model (mean of 4 members)" for an ensemble."""
+    names = [str(name) for name in scores["forecast"].values]
+    members = scores["num_members"].values.tolist() if "num_members" in scores.coords else [1] * len(names)
+    return [f"{n} (mean of {m} members)" if m > 1 else n for n, m in zip(names, members, strict=True)]
+
+
+# -- tables --------------------------------------------------------------------------------------------
+
+
+def tables_of(scores: xr.Dataset, about: str) -> dict[str, pd.DataFrame]:
+    """Return title -> table of those of TITLES that scores (forecast, ...) have."""
+    tables, number = {}, len(variable_names(scores))
+    for metric, title in TITLES.items():
+        if metric in scores["metric"]:
+            is_of_members = scores["num_members"].values > 1
+            frame = score_frame(
+                scores.isel(forecast=is_of_members) if metric in OF_MEMBERS else scores, metric
+            )
+            shown = frame[metric.upper()].nunique()
+            some = f"; {shown} of {number} variables" if number > VARIABLES_SHOWN else ""
+            tables[f"{title}, {about}{some}"] = frame
+    return tables
+
+
+def table(scores: xr.Dataset, metric: str, title: str) -> str:
+    """Return a `score_frame` as text under a title."""
+    number, frame = len(variable_names(scores.isel(forecast=0))), score_frame(scores, metric)
+    if number > VARIABLES_SHOWN:
+        title += f"; {frame[metric.upper()].nunique()} of {number} variables"
+    return f"{title}\n{as_text(frame)}"
+
+
+def as_text(frame: pd.DataFrame) -> str:
+    """Return a table as text."""
+    return frame.to_string(index=False, float_format="{:.4g}".format)
+
+
+def score_frame(scores: xr.Dataset, metric: str) -> pd.DataFrame:
+    """Return a row a variable and lead with the number of dates ("46-47": fewest and most of a forecast), a
+    column a forecast. Geopotential also in geopotential metres. Leads without any date are left out, and of
+    more than VARIABLES_SHOWN variables all but the customary ones.
+    """
+    first, columns, rows_of = scores.isel(forecast=0), labels(scores), list[pd.DataFrame]()
+    counts = first.sel(metric="num_dates").to_array()
+    scored = (counts > 0).any([dim for dim in counts.dims if dim != "lead_time"])
+    leads, names = shown_leads(first["lead_time"].values[scored.values]), variable_names(first)
+    if metric in OF_MEMBERS:
+        columns = [str(name) for name in scores["forecast"].values]  # not of the mean of members
+    for name in names if len(names) <= VARIABLES_SHOWN else headline(names):
+        values, dates = (select(scores, score, name).sel(lead_time=leads) for score in (metric, "num_dates"))
+        if not values.size or (metric != "rmse" and values.isnull().all()):
+            continue  # an RMSE that is not finite is printed as nan
+        rows: Any = values.transpose("lead_time", "forecast").to_pandas()
+        rows.columns = columns
+        between = zip(dates.min("forecast").values, dates.max("forecast").values, strict=True)
+        rows.insert(0, "dates", ["-".join(map("{:.0f}".format, sorted({*ends}))) for ends in between])
+        rows.insert(0, "lead", [f"{hours} h" for hours in lead_hours(values)])
+        rows.insert(0, metric.upper(), name)
+        rows["units"] = units_of(first, name, metric)
+        if metric != "rmse":
+            rows = rows.dropna(subset=columns, how="all")
+        rows_of.append(rows)
+        if rows["units"].iat[0] == "m2 s-2":
+            last = rows.iloc[[-1]].assign(units="gpm")
+            rows_of.append(last.assign(**{column: last[column] / GRAVITY for column in columns}))
+    return pd.concat(rows_of) if rows_of else pd.DataFrame(columns=[metric.upper(), *columns])
+
+
+def shown_leads(leads: np.ndarray) -> np.ndarray:
+    """Return all of a few leads; of many the first, every whole day, and the last."""
+    if len(leads) <= LEADS_SHOWN:
+        return leads
+    return leads[(leads % DAY == np.timedelta64(0, "h")) | np.isin(leads, leads[[0, -1]])]
+
+
+# -- scorecard -----------------------------------------------------------------------------------------
+
+
+def build_scorecard(by_date: xr.Dataset, first: str, second: str) -> pd.DataFrame:
+    """Return forecast `first` relative to `second` in a table of scores by date, in its first region: a row a
+    variable and lead that both have.
+
+    Columns first, second, variable, lead_hours, percent (of the RMSE: below 0 the first has the smaller
+    error), significant (1 or 0; 0 also where the dates are fewer than `dates_needed`), num_dates that both
+    have. Attributes `dates_needed`, and `by_chance`: a sentence. Raises DataError if there is nothing to
+    compare.
+    """
+    mse = by_date["statistics"].isel(region=0).sel(score="mse")
+    ours, theirs = (
+        mse.sel(forecast=name).transpose("variable", "lead_time", "initial_time").values
+        for name in (first, second)
+    )
+    # An infinite error is that of a broken forecast: the difference is NaN.
+    both = ~(np.isnan(ours) | np.isnan(theirs))
+    num_dates, times = both.sum(axis=-1), by_date["initial_time"].values
+    interval = np.median(np.diff(times)) if len(times) > 1 else DAY
+    needed = math.ceil(LEAST_DAYS * DAY / interval)
+    with np.errstate(invalid="ignore", divide="ignore"):
+        rmse = [np.sqrt(np.where(both, each, 0).sum(axis=-1) / num_dates) for each in (ours, theirs)]
+        percent = 100 * (rmse[0] - rmse[1]) / rmse[1]
+        is_tested = np.isfinite(percent) & (num_dates >= needed)
+        significant = is_tested & differs_from_0(np.where(both, ours - theirs, np.nan))
+    names, hours = by_date["variable"].values, lead_hours(by_date)
+    rows = [(v, k) for v in range(len(names)) for k in range(len(hours)) if num_dates[v, k]]
+    if not any(np.isfinite(percent[at]) for at in rows):
+        raise DataError(f"{first} and {second} have no number to compare: one is broken, or lacks the dates")
+    columns = {
+        "first": first,
+        "second": second,
+        "variable": [str(names[v]) for v, _ in rows],
+        "lead_hours": [hours[k] for _, k in rows],
+        "percent": [percent[at] for at in rows],
+        "significant": [int(significant[at]) for at in rows],
+        "num_dates": [int(num_dates[at]) for at in rows],
+    }
+    card, tested, marked = pd.DataFrame(columns), int(is_tested.sum()), int(significant.sum())
+    chance = f"of equally good forecasts {LEVEL:.0%}, about {LEVEL * tested:.0f}, would be by chance"
+    card.attrs["by_chance"] = f"{marked} of {tested} tested cells are marked; {chance}"
+    if not tested:
+        card.attrs["by_chance"] = f"no cell is tested for significance, with less than {needed} initial dates"
+    card.attrs["dates_needed"] = needed
+    return card
+
+
+def differs_from_0(differences: np.ndarray) -> np.ndarray:
+    """Return where the mean of differences (..., n) of two forecasts is not 0, by a paired t-test.
+
+    The variance of the mean is that of independent dates times the inflation by an AR(2) process with the
+    autocorrelation at lags 1 and 2 (Geer 2016, Tellus A 68, 30229), of which the degrees of freedom are those
+    of as many independent dates. Subtracting the mean of the sample makes autocovariances smaller by the
+    variance of that mean, which is added again: it matters where dates are few. NaN: a date that one of the
+    forecasts lacks.
+    """
+    there, count = ~np.isnan(differences), (~np.isnan(differences)).sum(axis=-1)
+    with np.errstate(invalid="ignore", divide="ignore"):
+        mean = np.where(there, differences, 0).sum(axis=-1) / count
+        anomaly = np.where(there, differences - mean[..., None], 0)
+        covariances = []
+        for lag in range(3):
+            ends = slice(lag, None), slice(None, anomaly.shape[-1] - lag)
+            products, pairs = (x[..., ends[0]] * x[..., ends[1]] for x in (anomaly, there))
+            covariances.append(products.sum(axis=-1) / pairs.sum(axis=-1))
+        missing = np.zeros_like(mean)
+        for _ in range(2):
+            variance, first, second = (covariance + missing for covariance in covariances)
+            r1, r2 = first / variance, second / variance
+            a1, a2 = r1 * (1 - r2) / (1 - r1**2), (r2 - r1**2) / (1 - r1**2)  # Yule-Walker
+            inflation = np.clip((1 - a1 * r1 - a2 * r2) / (1 - a1 - a2) ** 2, 1, count / 3)
+            missing = variance * inflation / count
+        t, dof, z = np.abs(mean) / np.sqrt(missing), np.maximum(count / inflation - 1, 2), QUANTILE
+        # The quantile of Student's t, by its expansion around that of the normal distribution.
+        limit = z + (z**3 + z) / (4 * dof) + (5 * z**5 + 16 * z**3 + 3 * z) / (96 * dof**2)
+        limit += (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / (384 * dof**3)
+    return t > limit
+
+
+def style_scorecard(card: pd.DataFrame) -> Any:
+    """Return a scorecard as a pandas Styler: coloured per cents, bold where significant."""
+    finite = card.loc[np.isfinite(card["percent"])]  # others: a forecast is broken, or no date is common
+    wide = finite.pivot(index="variable", columns="lead_hours").reindex(finite["variable"].unique())
+    weights = wide["significant"].map(lambda significant: "font-weight: bold" * (significant == 1))
+    style = wide["percent"].style.apply(lambda _: weights, axis=None)
+    style.background_gradient("RdBu_r", axis=None, vmin=-BOUND, vmax=BOUND).format("{:.0f}", na_rep="")
+    names, needed = " relative to ".join(card.loc[0, ["first", "second"]]), card.attrs["dates_needed"]
+    note = f"below 0: better; bold: significant at {LEVEL:.0%} (tested from {needed} initial dates on)"
+    caption = f"RMSE of {names} (%), by lead in hours; {note}; {card.attrs['by_chance']}"
+    return style.set_caption(caption)
+
+
+def write_scorecard(card: pd.DataFrame, folder: Path) -> None:
+    """Write a scorecard as CSV, and as an HTML table."""
+    finite = card.loc[np.isfinite(card["percent"])]
+    finite.to_csv(folder / "scorecard.csv", index=False, float_format="%.4f", lineterminator="\r\n")
+    (folder / "scorecard.html").write_text(style_scorecard(card).to_html())
