@@ -486,7 +486,7 @@ class Comm:
 class Forecast:
     path: str = option(
         "",
-        "Zarr store to write; a NetCDF file if it ends in .nc. Default: forecast.zarr in the run's folder.",
+        "Zarr store to write. Default: forecast.zarr in the run's folder.",
     )
     checkpoint: str = option(
         "",

@@ -54,7 +54,7 @@ import xarray as xr
 from tqdm import tqdm
 
 from checkpoints.files import complete_steps, step_folder
-from config import Config
+from config import RANDOM, Config
 from datasets.archive import open_archive
 from datasets.dates import is_inside
 from datasets.grid import Grid, coarser
@@ -123,6 +123,8 @@ def run(config: Config, options: Namespace) -> None:
     folder, hour = config.dump_folder, np.timedelta64(1, "h")
     target = Path(options.output or folder / OWN_FOLDER).expanduser()
     check_folder("--output", target, config.data)
+    if config.data.path == RANDOM:
+        refuse("data.path", RANDOM, "noise has no forecasts that could be scored; name analyses")
     picks, access = parse_selection(config.data.select), access_of(config.data)
     forecasts = open_forecasts(options.forecast, folder, picks, access)
     scored = describe_steps(forecasts, folder)

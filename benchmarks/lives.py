@@ -6,6 +6,7 @@ of the same traits that nothing disturbed. chaos.toml has traits and layouts.
 """
 
 import argparse
+import io
 import json
 import os
 import random
@@ -17,7 +18,7 @@ import time
 import tomllib
 from collections import Counter
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import redirect_stdout, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -41,6 +42,7 @@ from checkpoints.files import (
     stored_tensors,
 )
 from command_line import text_table
+from tests.sample_archives import training_store
 from tests.started_jobs import Job, last_step, losses, records, small_dataset, small_wave, started_by
 from tests.started_jobs import write_config as write_run
 
@@ -127,6 +129,8 @@ def copy_data(scratch: Path, folder: Path) -> None:
     """Make a new folder with data and configuration of its own."""
     shutil.rmtree(folder, ignore_errors=True)
     shutil.copytree(scratch / "wb.zarr", folder / "wb.zarr")
+    with redirect_stdout(io.StringIO()):
+        training_store(str(folder / "wb.zarr"), folder / "store.zarr")
     text = (scratch / "tiny.toml").read_text()
     (folder / "tiny.toml").write_text(text.replace(str(scratch), str(folder)))
 
@@ -306,6 +310,8 @@ class Life:
         ds = small_dataset({WIND: small_wave(number + 4)}).isel(time=slice(number, None))
         ds = ds.assign_coords(latitude=ds.latitude.astype("f4"))
         ds.to_zarr(self.folder / "wb.zarr", append_dim="time")
+        with redirect_stdout(io.StringIO()):
+            training_store(str(self.folder / "wb.zarr"), self.folder / "store.zarr")
 
     # -- a start, and what has to be true after it
 

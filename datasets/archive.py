@@ -298,7 +298,7 @@ def open_archive(
     on the same grid. Raises DataError, one line naming path and reason, for anything that cannot be read as
     analyses on one grid, and ConfigError.
     """
-    fields, unreadable = [], {}
+    fields, unreadable, path = [], {}, path.removeprefix("file://")
     if not (region or more_paths) and (store := find_store(path)):
         opened, unreadable = open_fields(path, selection, access)
         if all(ShardReader.can_read(field) for field in opened if field.times is not None):

@@ -122,7 +122,8 @@ class Request:
 
     def key(self, option: str) -> str:
         """Return the name of an option for messages: of the command line, or of the configuration."""
-        names = {"SOURCE": "data.path", "TARGET": "data.store_path", "--period": "data.train_period"}
+        names = {"SOURCE": "data.path", "--period": "data.train_period"}
+        names |= dict.fromkeys(("TARGET", "--dtype", "--grid"), "data.store_path")
         return names.get(option, f"data.{option.removeprefix('--')}") if self.from_config else option
 
     def identity(self) -> dict[str, Any]:
@@ -218,6 +219,16 @@ def read_attributes(path: Path) -> dict[str, Any]:
     with suppress(OSError, ValueError):
         return json.loads((path / "zarr.json").read_text()).get("attributes", {})
     return {}
+
+
+def check_identity(target: Path, request: Request, variables: Sequence[str] = ()) -> None:
+    """Raise ConfigError if a store was begun with other options; variables: with levels, if known."""
+    options = read_attributes(target).get("options", {})
+    for name, value in (request.identity() | {"variables": list(variables)}).items():
+        if value != (known := options.get(name)) and (variables or name != "variables"):
+            fix = f"use that, or another {request.key('TARGET')}"
+            key = request.key("SOURCE" if name == "source" else f"--{name}")
+            refuse(key, value, f"{str(target)!r} was begun with {name} {known!r}; {fix}")
 
 
 @contextmanager
@@ -370,10 +381,8 @@ class Conversion:
 
     def states(self) -> dict[str, str]:
         """Return the states of the source's files; {} for URLs and analyses in memory."""
-        names, path = (
-            [name for name in self.static if name in self.archive.static_variables],
-            self.request.static_path,
-        )
+        known = (*self.archive.static_variables, *self.archive.variables)
+        names, path = [name for name in self.static if name in known], self.request.static_path
         states = self.archive.array_states([*self.names, *names])
         if states and path and not is_url(path):
             states |= {path: repr([file_states(file, "") for file in find_files(path)])}
@@ -384,10 +393,7 @@ class Conversion:
         if "options" not in read_attributes(self.target):
             self.create()
         group, key = self.group, self.request.key("SOURCE")
-        for name, value in (self.request.identity() | {"variables": self.names}).items():
-            if value != (known := group.attrs["options"].get(name)):
-                fix = f"{str(self.target)!r} was begun with {known!r}; use that, or another TARGET"
-                refuse("SOURCE" if name == "source" else f"--{name}", value, fix)
+        check_identity(self.target, self.request, self.names)
         if not Grid(group["latitude"][:], group["longitude"][:]).same_as(self.grid):
             refuse(key, self.archive.path, f"its grid is not that of {str(self.target)!r}; use --grid")
 
@@ -397,9 +403,10 @@ class Conversion:
         if not states or states != known:
             self.compare(times, {name for name, value in states.items() if value != known.get(name)})
             group.update_attributes({"states": states})
+        written = times if group.attrs["complete"] else times[: group.attrs.get("written", 0)]
         if len(lost := times[~np.isin(times, self.times)]):
-            if not group.attrs["complete"]:
-                reason = f"it no longer has {lost[0]}, with which {str(self.target)!r} was begun"
+            if len(missing := np.setdiff1d(lost, written)):
+                reason = f"it no longer has {missing[0]}, with which {str(self.target)!r} was begun"
                 refuse(key, self.archive.path, f"{reason}; convert to another TARGET")
             number = f"{len(lost)} dates, the first {lost[0]}"
             logger.info("%s: the source has %s, no more", self.target, number)
@@ -409,7 +416,7 @@ class Conversion:
             refuse(key, self.archive.path, f"{reason}; remove that folder, or name another TARGET")
         if len(later):
             shard = group[array_name(self.names[0])].shards[0]
-            group.update_attributes({"complete": False})
+            group.update_attributes({"complete": False, "written": len(written)})
             if len(times) % shard:  # the last shard is written again
                 for name in self.names:
                     sums_file(self.target, name, len(times) // shard * shard).unlink(missing_ok=True)
@@ -597,21 +604,26 @@ class Conversion:
         # With the dates before the part that lie a step before one of its dates.
         earlier = np.flatnonzero(np.isin(all_times[:start], times - step))
         rows = np.append(earlier, np.arange(start, stop))
-        places = np.searchsorted(self.archive.times, all_times[rows])
-        values = np.concatenate(
-            [self.archive.read_block(int(run[0]), int(run[-1]) + 1, names) for run in consecutive(places)]
+        is_there = np.isin(all_times[rows], self.archive.times)
+        lost = np.flatnonzero(~is_there)  # dates that the source had, and the store has
+        places = np.searchsorted(self.archive.times, all_times[rows[is_there]])
+        blocks = (
+            self.archive.read_block(int(run[0]), int(run[-1]) + 1, names) for run in consecutive(places)
         )
+        values = np.full((len(rows), len(names), *self.archive.grid.shape), np.nan, np.float32)
+        values[is_there] = np.concatenate(list(blocks))
         position = {time: i for i, time in enumerate(all_times[rows].tolist())}
         pairs = [(i, position.get((time - step).tolist(), -1)) for i, time in enumerate(times, len(earlier))]
         now, before = np.array([pair for pair in pairs if pair[1] >= 0], int).reshape(-1, 2).T
         for v, name in enumerate(names):
             array, packing, fields = group[array_name(name)], self.packing(name), self.fit(values[:, v], name)
             shift, columns = group.attrs["shifts"][name], np.zeros((stop - start, NUM_COLUMNS))
-            stored = fields
+            stored = fields if packing is None else pack(fields, packing)
+            for i in lost.tolist():
+                stored[i] = array[int(rows[i])]
             if packing is not None:
                 for time, field in zip(times, fields[len(earlier) :], strict=True):
                     check_packing(field, packing, f"{name} at {time}")
-                stored = pack(fields, packing)
                 fields = packing.decode(stored).astype(np.float32)
             ours = fields[len(earlier) :]
             total, count = np.zeros(self.grid.shape), np.zeros(self.grid.shape, np.int32)
@@ -694,6 +706,8 @@ def convert_for(data: Data, target: Path, source: Archive) -> None:
     request = Request.of(data)
     check_target(target, request)
     conversion = Conversion(request, target, source)
+    if read_attributes(target):
+        check_identity(target, request, conversion.names)
     if conversion.is_done():
         return
     size, shape = conversion.num_bytes, f"{len(conversion.times)} dates of {len(conversion.names)} variables"

@@ -44,7 +44,7 @@ class RandomFields(TrainingStore):
         self.change_step = np.timedelta64(3600 * data.step_hours, "s")
         self.times = np.arange(first, last + np.timedelta64(1, "s"), self.change_step)
         self.shifts = {name: self.scale(name)[0] for name in self.variables}
-        self.shard_dates, self._noise = len(self.times), cache(self._draw_noise)
+        self._noise = cache(self._draw_noise)
 
     def find(self, name: str) -> list:
         """Return no place: nothing is in a file."""
@@ -99,7 +99,3 @@ class RandomFields(TrainingStore):
             variance = self.scale(name)[1] ** 2
             rows[0, v] = [0, 0, 0, cells, 0, cells * variance, cells, 0, 2 * cells * variance]
         return np.broadcast_to(rows, (len(self.times), *rows.shape[1:]))
-
-    def read_sums(self, name: str, start: int) -> tuple[np.ndarray, np.ndarray]:
-        count = np.full(self.grid.shape, len(self.times), np.int32)
-        return count * self.scale(name)[0], count

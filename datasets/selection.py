@@ -6,6 +6,7 @@ longitudes, T dates, h states of a window (datasets/field_dataset.py).
 
 import glob
 import logging
+import os
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -16,7 +17,7 @@ import numpy as np
 from config import RANDOM, SIMULATED, Data, in_project
 from datasets.archive import Archive, TrainingStore, find_store, open_archive, read_static_field
 from datasets.channels import Channels
-from datasets.convert import Request, check_first_start, convert_for
+from datasets.convert import Request, check_first_start, check_identity, convert_for
 from datasets.dates import evenly_spaced, find_gaps, is_inside, usual_hours
 from datasets.field_dataset import window_steps
 from datasets.files import is_zarr
@@ -151,13 +152,15 @@ def open_for_training(
     if is_trained_directly(data):
         return open_selection(data, *checks)
     if may_convert:
-        if not is_url(data.path) and not glob.glob(data.path.removeprefix("file://")):
+        path = data.path.removeprefix("file://")
+        if not is_url(path) and not os.path.exists(path) and not glob.glob(path):
             fix = "name your analyses, or take --data.path random for a trial without data"
             refuse("data.path", data.path, f"there is no such file or folder; {fix}")
         return open_selection(data, *checks, archive=open_source(data))
     store = stored(data)
     if not find_store(store.path):
         check_first_start(data)
+    check_identity(Path(store.path), Request.of(data))
     return open_selection(store, *checks)
 
 
@@ -181,7 +184,7 @@ def convert_selection(
 
 def is_trained_directly(data: Data) -> bool:
     """Return True if data.path is a training store, of which all is taken, or weather that is made up."""
-    is_changed = bool(data.more_paths or data.select or data.region or data.static_path)
+    is_changed = bool(data.more_paths or data.region)
     return data.path in (SIMULATED, RANDOM) or bool(find_store(data.path) and not is_changed)
 
 

@@ -107,11 +107,8 @@ class ShardReader:
 
     def _decode(self, shard: int, position: int, target: np.ndarray) -> bool:
         """Decode a chunk into `target`; False if there is none."""
-        try:
-            path, places = self.shards.get(shard) or self._open_shard(shard)
-            file = _open(path)
-        except FileNotFoundError:
-            return False
+        path, places = self.shards.get(shard) or self._open_shard(shard)
+        file = _open(path)  # which a complete store has; an interrupted copy may lack it
         offset, length = places[position]
         if offset == ABSENT:
             return False

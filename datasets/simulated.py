@@ -22,6 +22,7 @@ import zarr
 from scipy.special import assoc_legendre_p_all
 
 from datasets.archive import archive_of_dataset
+from datasets.convert import VERSION as STORE_VERSION
 from datasets.convert import Conversion, Request, read_attributes
 from errors import DataError
 
@@ -276,10 +277,12 @@ def ensure_simulated(path: str | Path, seed: int = 0) -> Path:
     Safe for concurrent processes. Replaces other records. Raises DataError if `path` is not simulated data.
     """
     path = Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    identity = json.dumps([VERSION, NUM_YEARS, NUM_DAYS, seed, asdict(DEFAULTS)])
+    identity = json.dumps([VERSION, STORE_VERSION, NUM_YEARS, NUM_DAYS, seed, asdict(DEFAULTS)])
     fingerprint = hashlib.sha256(identity.encode()).hexdigest()[:16]
+    if read_attributes(path).get(FINGERPRINT) == fingerprint:  # also on a disk that is only read
+        return path
     request = Request(("memory://simulated",), dtype="float32", step_hours=6)
+    path.parent.mkdir(parents=True, exist_ok=True)
     with path.with_name(f".{path.name}.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)  # the kernel releases the lock even if the process dies
         stored = read_attributes(path).get(FINGERPRINT)

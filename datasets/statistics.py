@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 
+from config import RANDOM
 from datasets.archive import Archive, TrainingStore, stream
 from datasets.dates import evenly_spaced
 from datasets.grid import area_weights, sum_moments
@@ -191,6 +192,8 @@ def mean_field(archive: Archive, variables: list[str], dates: np.ndarray, mean: 
 
     Of a training store the sums of whole shards are added, and the other dates are read.
     """
+    if archive.path == RANDOM:  # of noise the mean is the same in all cells
+        return np.broadcast_to(mean[:, None, None], (len(mean), *archive.grid.shape)).astype(np.float32)
     shape, is_left = archive.grid.shape, np.zeros(len(archive.times), bool)
     total, count = np.zeros((len(variables), *shape)), np.zeros((len(variables), *shape), np.int64)
     is_left[dates] = True

@@ -342,6 +342,30 @@ def test_a_complete_store_grows_with_its_source(tmp_path: Path, dtype: str) -> N
         convert(str(source), target, "--dtype", dtype)
 
 
+@pytest.mark.parametrize("dtype", ["float16", "float32"])
+def test_a_store_grows_when_its_source_has_lost_the_first_dates(tmp_path: Path, dtype: str) -> None:
+    """Of a source that has the newest dates alone, as of a centre's last days. Also after an interruption."""
+    source, target, full = tmp_path / "source.nc", tmp_path / "target", long_source(tmp_path, 19)
+    for start, stop in ((0, 14), (13, 19)):
+        with xr.open_dataset(full) as ds:
+            ds.isel(time=slice(start, stop)).to_netcdf(tmp_path / "part.nc", engine="h5netcdf")
+        os.replace(tmp_path / "part.nc", source)
+        if start:
+            with pytest.MonkeyPatch.context() as patch:
+                fail_after(1, patch, [str(source), str(target), "--dtype", dtype])
+        grown = convert(str(source), target, "--dtype", dtype)
+    # As of all dates at once, with the packing of the first ones.
+    with pytest.MonkeyPatch.context() as patch:
+        packings = {name: {**attributes_of(target, name)} for name in grown.variables}
+        patch.setattr(conversion.Conversion, "estimate_packings", lambda _: packings)
+        at_once = convert(full, tmp_path / "once", "--dtype", dtype)
+    assert isinstance(grown, TrainingStore) and isinstance(at_once, TrainingStore)
+    names = at_once.variables
+    np.testing.assert_array_equal(grown.times, at_once.times)
+    np.testing.assert_array_equal(grown.read_block(0, 19, names), at_once.read_block(0, 19, names))
+    np.testing.assert_array_equal(grown.rows(names), at_once.rows(names))
+
+
 def test_a_folder_of_somebody_else_is_not_touched(tmp_path: Path, truth: xr.Dataset) -> None:
     """Even one that contains a folder of the name that conversions once used."""
     source, target = weatherbench(tmp_path, truth), tmp_path / "work"

@@ -8,7 +8,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import xarray as xr
 
+import evaluate
 import forecast
 from command_line import load_config
 from datasets import convert
@@ -173,6 +175,70 @@ def test_what_a_first_start_refuses(words, tmp_path, monkeypatch):
     assert not (tmp_path / "stores/a.zarr").exists()
 
 
+@pytest.mark.parametrize("world_size", ["1", "2"])
+def test_a_store_of_other_settings_is_refused_by_name(words, tmp_path, monkeypatch, world_size):
+    """Of the same files and dates, or of another source; of ranks that were started without the checks."""
+    open_store(words)
+    shutil.copy(tmp_path / "source.nc", tmp_path / "other.nc")
+    monkeypatch.setenv("WORLD_SIZE", world_size)
+    for options, key in (
+        (["--data.region", "[80, 0, -80, 200]"], "data.region"),
+        (["--data.static_path", str(tmp_path / "source.nc")], "data.static_path"),
+        (["--data.path", str(tmp_path / "other.nc")], "data.path"),
+        (["--data.train_period", '["2020-01-01", "2020-01-10"]'], "data.train_period"),
+    ):
+        with pytest.raises(ConfigError, match=f"^{key} = .*stores/a.zarr' was begun with"):
+            open_store([*words, *options])
+    assert len(open_store(words).times) == 40
+
+
+def test_another_member_of_the_same_file_is_refused(words, source):
+    member = small_dataset({U10: small_wave(40)})
+    both = xr.concat([member, member + 1], xr.DataArray([0, 1], dims="member", name="member"))
+    both[LSM] = ("latitude", "longitude"), np.ones((6, 8), "f4")
+    both.transpose("time", "member", ...).to_netcdf(source, engine="h5netcdf")
+    open_store([*words, "--data.select", '["member=0"]'])
+    with pytest.raises(ConfigError, match="^data.select = .*was begun with"):
+        open_store([*words, "--data.select", '["member=1"]'])
+
+
+def test_ranks_train_from_a_store_with_other_static_fields(words, source, tmp_path, monkeypatch):
+    assert convert.main([str(source), str(tmp_path / "own.zarr")]) == 0
+    write_source(tmp_path / "static.nc", mask=2.0)
+    more = ["--data.path", str(tmp_path / "own.zarr"), "--data.static_path", str(tmp_path / "static.nc")]
+    for world_size in ("1", "2"):
+        monkeypatch.setenv("WORLD_SIZE", world_size)
+        selection = open_checked(load_config([*words, *more]))
+        assert selection.archive.path == str(tmp_path / "own.zarr")
+        assert selection.static[LSM].max() == 2
+
+
+def test_static_fields_with_a_time_axis_are_compared(words, source):
+    def write(mask: float) -> None:
+        ds = small_dataset({U10: small_wave(40), LSM: np.full((40, 6, 8), mask, "f4")})
+        ds[LSM].attrs["units"] = "1"
+        for name in (U10, LSM):
+            ds[[name]].to_netcdf(source.parent / f"{name}.new", engine="h5netcdf")
+            if name == LSM or not (source.parent / "in" / f"{name}.nc").exists():
+                os.replace(source.parent / f"{name}.new", source.parent / "in" / f"{name}.nc")
+
+    (source.parent / "in").mkdir()
+    words = [*words, "--data.path", str(source.parent / "in")]
+    write(1.0)
+    open_store(words)
+    write(0.5)
+    with pytest.raises(DataError, match=f"{LSM} is not what it was when it was converted"):
+        open_store(words)
+
+
+def test_paths_with_spaces_brackets_and_other_letters(words, source, tmp_path):
+    """Brackets are a pattern only where no file has that name; a store may be named as a URL."""
+    (tmp_path / "é [5] ü").mkdir()
+    path = str(shutil.copy(source, tmp_path / "é [5] ü/a b.nc"))
+    store = open_store([*words, "--data.path", path, "--data.store_path", str(tmp_path / "é [6]/a b.zarr")])
+    assert open_store([*words, "--data.path", f"file://{store.path}"]).path == store.path
+
+
 def test_dates_without_all_variables_are_not_converted(words, tmp_path, source):
     """Hourly and six-hourly sources: the hours between count nowhere."""
     other = "10m_v_component_of_wind"
@@ -193,6 +259,8 @@ def test_random_fields_are_a_function_of_date_and_variable(words, tmp_path):
     assert not np.array_equal(block[3], block[4])
     run_train(*words, *more, "--checkpoint.enable=false")
     assert len(losses(tmp_path / "run")) == 3
+    with pytest.raises(ConfigError, match="data.path = 'random'"):
+        evaluate.run(config, evaluate.parse_options([])[0])
 
 
 def test_the_largest_configuration_is_refused_without_a_request(tmp_path, monkeypatch):

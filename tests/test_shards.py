@@ -165,14 +165,17 @@ def test_damaged_shards_are_one_line(tmp_path):
         assert "\n" not in str(error.value)
 
 
-def test_chunks_and_shards_that_are_missing_are_missing_values(tmp_path):
+def test_chunks_that_are_missing_are_missing_values_and_shards_an_error(tmp_path):
+    """A copy of a store that was interrupted lacks files: its dates are not taken as missing."""
     path, truth = write_store(tmp_path / "a.zarr")
     root: Any = zarr.open_group(path, mode="r+")
     root[NAME][2] = np.nan  # zarr-python leaves such a chunk out
     (tmp_path / f"a.zarr/{NAME}/c/1/0/0").unlink()
-    block = open_archive(path).read_block(0, 5, [NAME])[:, 0]
-    assert np.isnan(block[[2, 4]]).all()
+    block = open_archive(path).read_block(0, 4, [NAME])[:, 0]
+    assert np.isnan(block[2]).all()
     np.testing.assert_array_equal(block[[0, 1, 3]], truth[[0, 1, 3]])
+    with pytest.raises(DataError, match="2m_temperature at .* cannot be read.*No such file"):
+        open_archive(path).read(4, [NAME])
 
 
 @pytest.mark.parametrize("change", ["big endian", "a fill value", "no mark of ours"])

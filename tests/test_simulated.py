@@ -237,6 +237,12 @@ def test_ensure_simulated_writes_once(tmp_path: Path, monkeypatch: pytest.Monkey
     assert sorted(entry.name for entry in path.parent.iterdir()) == [".simulated.zarr.lock", "simulated.zarr"]
     assert isinstance(open_archive(str(path)), TrainingStore)
     stored = xr.open_zarr(path, consolidated=True).load()
+    with monkeypatch.context() as patch:  # on a disk that is only read
+        patch.setattr(simulated.fcntl, "flock", lambda *_: pytest.fail("locked"))
+        assert ensure_simulated(path) == path
+        patch.setattr(simulated, "STORE_VERSION", -1)  # of a store that this version does not read
+        with pytest.raises(pytest.fail.Exception, match="locked"):
+            ensure_simulated(path)
 
     ensure_simulated(path, seed=1)  # other parameters: replaced
     changed = xr.open_zarr(path).load()
