@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 
 from jobs.hang_report import MISMATCH, Heartbeat, format_table, last_collective
 from tests.parity import Layout, SmallRun, replicate, tp
-from tests.started_jobs import ROOT, write_config
+from tests.started_jobs import ROOT, small_dataset, small_wave, write_config
 from tests.test_start_checks import small  # noqa: F401  (a fixture)
 from training.fingerprints import Fingerprints, ReplicasDiverged, find_difference, sum_of_bits
 
@@ -29,7 +29,8 @@ def drill(folder: Path, misfortune: str, *options: str, faults: Path | None = No
     """Exit code of two ranks that meet with it, and what they say beyond the lines of a run that is well."""
     program = ["tests/drilled_rank.py", misfortune] if misfortune else ["train.py"]
     command = [sys.executable, "-m", "jobs.torchrun", "--nproc-per-node", "2", *program]
-    command += ["--job.config_file", str(write_config(folder)), "--job.dump_folder", str(folder / "run")]
+    config_file = write_config(folder, small_dataset({"10m_u_component_of_wind": small_wave(300)}))
+    command += ["--job.config_file", str(config_file), "--job.dump_folder", str(folder / "run")]
     paths = os.pathsep.join(map(str, [ROOT, *([faults] if faults else [])]))
     environment = os.environ | {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"}
     ended = subprocess.run(
