@@ -17,13 +17,12 @@ import xarray as xr
 import zarr
 
 from datasets.dates import consecutive, evenly_spaced
-from datasets.fields import Field, NamedFields, level_tasks, places_of
-from datasets.files import TRAINING_STORE, file_states, find_files, is_zarr
+from datasets.fields import Field, NamedFields, places_of
 from datasets.grid import Grid
-from datasets.layouts import dataset_fields, open_fields
 from datasets.options import Region
 from datasets.remote import NO_OPTIONS, Access, describe_error
 from datasets.shards import ShardReader
+from datasets.source import TRAINING_STORE, dataset_fields, file_states, find_files, is_zarr, open_fields
 from datasets.variables import plain_units, split_name
 from errors import DataError
 
@@ -40,27 +39,20 @@ class Archive(NamedFields):
     """
 
     def __init__(
-        self,
-        path: str,
-        fields: Sequence[Field],
-        unreadable: Mapping[str, str] | None = None,
-        selection: Mapping[str, str] | None = None,
+        self, path: str, fields: Sequence[Field], unreadable: Mapping[str, str] | None = None
     ) -> None:
         super().__init__(path, fields, unreadable)
-        self.selection = dict(selection or {})
-        timed = [field for field in fields if field.times is not None]
-        self.places = places_of(timed)
-        self._static = places_of([field for field in fields if field.times is None])
+        self._static = places_of(field for field in fields if field.times is None)
+        self.places = places_of(field for field in fields if field.times is not None)
         self.variables, self.static_variables = list(self.places), list(self._static)
-        axes = {id(field.times): field.times for field in timed}
-        numbers = {key: number for number, key in enumerate(axes)}
-        self._axes = [times for times in axes.values() if times is not None]
-        self._axis_of = {field: numbers[id(field.times)] for field in timed}
-        times = np.unique(np.concatenate([np.empty(0, "datetime64[s]"), *self._axes]))
+        axes = {id(field.times): field.times for field in fields if field.times is not None}
+        times = np.unique(np.concatenate([np.empty(0, "datetime64[s]"), *axes.values()]))
         self.times = times[~np.isnat(times)]
         if not len(self.times):
             names = ", ".join([*self._static, *self.unreadable][:6])
             raise DataError(f"cannot read {path!r}: no array has a time axis with dates, only {names}")
+        numbers = {axis: number for number, axis in enumerate(axes)}  # an id is of one process
+        self._axis_of = {field: numbers[id(field.times)] for field in fields if field.times is not None}
         self._located: dict[tuple[int, ...], tuple[np.ndarray, np.ndarray]] = {}
 
     def __repr__(self) -> str:
@@ -75,81 +67,60 @@ class Archive(NamedFields):
             return i
         raise DataError(f"{self.path!r} has no analysis of {date}, only {self.times[0]} .. {self.times[-1]}")
 
+    def find(self, name: str) -> list[tuple[Field, int]]:
+        """Return where a variable with a time axis is. Raises DataError."""
+        if name in self._static and name not in self.places:
+            raise DataError(f"{self.path!r} has {name!r} without a time axis: list it under static variables")
+        return super().find(name)
+
     def has(self, variables: Sequence[str]) -> np.ndarray:
         """Return which dates (T,) bool have all these variables in some file; values may still be NaN."""
-        return np.all([self._locate(axes)[0] >= 0 for axes in set(map(self._axes_of, variables))], axis=0)
+        return np.all([self._locate(name)[0] >= 0 for name in variables], axis=0)
 
     def check(self, variables: Sequence[str], every_date: bool = False) -> None:
         """Raise DataError if files differ in a variable's units, or in its values on some or `every_date`;
         log a warning if some arrays of a variable cannot be read.
         """
         for name in variables:
-            fields = self._fields(name)
+            places = self.find(name)
+            fields = [field for field, _ in places]
             if why := self.unreadable.get(split_name(name)[0]):
                 logger.warning("%s: an array of %s is left out: %s", self.path, name, why)
             other = next((f for f in fields if plain_units(f.units) != plain_units(fields[0].units)), None)
             if other:
-                places = " and ".join(f"{f.units!r} in {f.path}" for f in (fields[0], other))
-                raise DataError(f"{self.path!r}: {name} has units {places}: convert one of them")
-            self._compare_repeats(name, every_date)
-
-    def _compare_repeats(self, name: str, every_date: bool) -> None:
-        places = self.find(name)
-        dates = np.concatenate([self._axes[axis] for axis in self._axes_of(name)])
-        unique, counts = np.unique(dates[~np.isnat(dates)], return_counts=True)
-        repeated = unique[counts > 1]
-        some = np.union1d(evenly_spaced(repeated, COMPARED_DATES), repeated[-COMPARED_DATES:])
-        for date in repeated if every_date else some:
-            found = [
-                (field, field.read_one(position, row))
-                for field, position in places
-                for row in np.flatnonzero(field.times == date).tolist()
-            ]
-            if any(not np.array_equal(values, found[0][1], equal_nan=True) for _, values in found):
-                files = " and ".join(sorted({field.path for field, _ in found})[:2])
-                reason = f"{name} has different values at {date} in {files}"
-                raise DataError(f"{self.path!r}: {reason}: remove one of them")
-
-    def files_state(self, variables: Sequence[str]) -> bytes:
-        """Return a digest of the files' names, sizes and modification times; b"" for URLs."""
-        states = [file_states(path, array) for path, array in self._arrays(variables)]
-        parts = [line for lines in states for line in lines]
-        # Another member or region of the same files counts as different data.
-        parts.append(repr(sorted(self.selection.items())).encode())
-        parts.append(np.concatenate([self.grid.latitude, self.grid.longitude]).tobytes())
-        return hashlib.sha256(b"".join(parts)).digest() if all(states) else b""
+                units = " and ".join(f"{f.units!r} in {f.path}" for f in (fields[0], other))
+                raise DataError(f"{self.path!r}: {name} has units {units}: convert one of them")
+            dates = np.concatenate([field.times for field in fields if field.times is not None])
+            unique, counts = np.unique(dates[~np.isnat(dates)], return_counts=True)
+            repeated = unique[counts > 1]
+            some = np.union1d(evenly_spaced(repeated, COMPARED_DATES), repeated[-COMPARED_DATES:])
+            for date in repeated if every_date else some:
+                values = [
+                    (field.path, field.read_one(position, row))
+                    for field, position in places
+                    for row in np.flatnonzero(field.times == date).tolist()
+                ]
+                if any(not np.array_equal(values[0][1], again, equal_nan=True) for _, again in values):
+                    files = " and ".join(sorted({path for path, _ in values})[:2])
+                    reason = f"{name} has different values at {date} in {files}"
+                    raise DataError(f"{self.path!r}: {reason}: remove one of them")
 
     def array_states(self, variables: Sequence[str]) -> dict[str, str]:
         """Return "path array" -> a digest of the names, sizes and modification times of its files; of static
         fields, too. Nothing for URLs.
         """
-        arrays = {(path, array): file_states(path, array) for path, array in self._arrays(variables)}
+        places = [place for name in variables for place in self.places.get(name) or self._static[name]]
+        arrays = {(field.path, field.array) for field, _ in places}
+        states = {f"{path} {array}": file_states(path, array) for path, array in sorted(arrays)}
         return {
-            f"{path} {array}": hashlib.sha256(b"".join(lines)).hexdigest()[:16]
-            for (path, array), lines in arrays.items()
-            if lines
+            name: hashlib.sha256(b"".join(lines)).hexdigest()[:16] for name, lines in states.items() if lines
         }
-
-    def _arrays(self, variables: Sequence[str]) -> list[tuple[str, str]]:
-        fields = [field for name in variables for field, _ in self.places.get(name) or self._static[name]]
-        return sorted({(field.path, field.array) for field in fields})
-
-    def time_chunk(self, variables: Sequence[str]) -> int:
-        """Return the number of dates that are decoded together; to read fewer decodes chunks again."""
-        return max(field.chunk("time") for name in variables for field in self._fields(name))
-
-    def field_of(self, name: str) -> Field:
-        """Return the array that has the first dates of a variable."""
-        return self._fields(name)[0]
-
-    def _fields(self, name: str) -> list[Field]:
-        return [field for field, _ in self.find(name)]
 
     def group_by_array(self, variables: Sequence[str]) -> list[list[str]]:
         """Return the variables in groups that are in one array of a file, each in the order given."""
         groups: dict[Field, list[str]] = {}
         for name in variables:
-            groups.setdefault(self.field_of(name), []).append(name)
+            groups.setdefault(self.find(name)[0][0], []).append(name)
         return list(groups.values())
 
     def read(self, i: int, variables: Sequence[str]) -> np.ndarray:
@@ -160,25 +131,19 @@ class Archive(NamedFields):
         """Return the variables (n, V, H, W) float32 at times[start:stop]; each array is read once."""
         assert 0 <= start < stop <= len(self.times), f"{start} .. {stop - 1} of {len(self.times)} dates"
         out = np.full((stop - start, len(variables), *self.grid.shape), np.nan, np.float32)
-        together: dict[tuple[int, ...], list[int]] = {}
+        # Stretches of dates that are on consecutive rows of one array: levels to read, and where they go.
+        stretches: dict[tuple[Field, int, int, int], list[tuple[int, int]]] = {}
         for output, name in enumerate(variables):
-            together.setdefault(self._axes_of(name), []).append(output)
-        for axes, outputs in together.items():
-            owners, rows = (values[start:stop] for values in self._locate(axes))
-            # Stretches of dates that are in one file on consecutive rows.
-            broken = (np.diff(owners) != 0) | ((np.diff(rows) != 1) & (owners[1:] >= 0))
-            for dates in np.split(np.arange(stop - start), np.flatnonzero(broken) + 1):
-                a, b = int(dates[0]), int(dates[-1]) + 1
-                if owners[a] < 0:
-                    continue
-                pairs: dict[Field, list[tuple[int, int]]] = {}  # positions on the level axis, rows of `out`
-                for output in outputs:
-                    field, position = self.places[variables[output]][owners[a]]
-                    pairs.setdefault(field, []).append((position, output))
-                times = {"time": slice(int(rows[a]), int(rows[a]) + b - a)}
-                for field, near in pairs.items():
-                    for task in level_tasks(field, near, ("time",), times, out[a:b]):
-                        task()
+            owners, rows = (values[start:stop] for values in self._locate(name))
+            breaks = np.flatnonzero((np.diff(owners) != 0) | ((np.diff(rows) != 1) & (owners[1:] >= 0))) + 1
+            for dates in np.split(np.arange(stop - start), breaks):
+                first = int(dates[0])
+                if owners[first] >= 0:
+                    field, position = self.places[name][owners[first]]
+                    stretch = field, int(rows[first]), first, len(dates)
+                    stretches.setdefault(stretch, []).append((position, output))
+        for (field, row, first, count), pairs in stretches.items():
+            field.fill(out[first : first + count], pairs, ("time",), {"time": slice(row, row + count)})
         return out
 
     def fill(self, date: int, variables: Sequence[str], out: np.ndarray) -> None:
@@ -194,38 +159,33 @@ class Archive(NamedFields):
 
         Raises DataError if files differ in it.
         """
-        if name in self._static:
-            (first, position), *more = self._static[name]
-            values = first.read_one(position)
-            for field, position in more[:: max(1, len(more) // COMPARED_DATES)]:
-                if not np.array_equal(field.read_one(position), values, equal_nan=True):
-                    reason = f"{name} differs between {field.path} and {first.path}"
-                    raise DataError(f"{self.path!r}: {reason}: remove one of them")
-            return values
-        return self.read(int(np.argmax(self.has([name]))), [name])[0]
+        if name not in self._static:
+            return self.read(int(np.argmax(self.has([name]))), [name])[0]
+        (first, position), *more = self._static[name]
+        values = first.read_one(position)
+        for field, position in more[:: max(1, len(more) // COMPARED_DATES)]:
+            if not np.array_equal(field.read_one(position), values, equal_nan=True):
+                reason = f"{name} differs between {field.path} and {first.path}"
+                raise DataError(f"{self.path!r}: {reason}: remove one of them")
+        return values
 
-    def find(self, name: str) -> list[tuple[Field, int]]:
-        """Return where a variable with a time axis is. Raises DataError."""
-        if name in self._static and name not in self.places:
-            raise DataError(f"{self.path!r} has {name!r} without a time axis: list it under static variables")
-        return super().find(name)
+    def _locate(self, name: str) -> tuple[np.ndarray, np.ndarray]:
+        """Return for every date (T,) the first array of a variable that has it (-1: none), and the row there.
 
-    def _axes_of(self, name: str) -> tuple[int, ...]:
-        """Return the time axes of a variable; variables with the same ones are read together."""
-        return tuple(self._axis_of[field] for field in self._fields(name))
-
-    def _locate(self, axes: tuple[int, ...]) -> tuple[np.ndarray, np.ndarray]:
-        """Return for every date (T,) the first of these axes that has it (-1: none), and the row there."""
-        if axes not in self._located:
+        Variables whose arrays have the same dates share the result.
+        """
+        fields = [field for field, _ in self.find(name)]
+        key = tuple(self._axis_of[field] for field in fields)
+        if key not in self._located:
             owners, rows = np.full(len(self.times), -1, np.int32), np.zeros(len(self.times), np.int32)
-            for number, axis in enumerate(axes):
-                dates, first = np.unique(self._axes[axis], return_index=True)
+            for number, field in enumerate(fields):
+                dates, first = np.unique(np.asarray(field.times), return_index=True)
                 dates, first = dates[~np.isnat(dates)], first[~np.isnat(dates)]
                 at = np.searchsorted(self.times, dates)
                 free = owners[at] < 0
                 owners[at[free]], rows[at[free]] = number, first[free]
-            self._located[axes] = owners, rows
-        return self._located[axes]
+            self._located[key] = owners, rows
+        return self._located[key]
 
 
 class TrainingStore(Archive):
@@ -233,7 +193,7 @@ class TrainingStore(Archive):
 
     def __init__(self, path: str, fields: Sequence[Field], group: Any) -> None:
         super().__init__(path, fields)
-        self.readers = {name: ShardReader(self.field_of(name)) for name in self.variables}
+        self.readers = {name: ShardReader(self.find(name)[0][0]) for name in self.variables}
         # (T, V, columns) float64 of datasets/statistics.py, in the order of `moment_names`.
         self.moments, self.moment_names = group["moments"][:], list(group["moments"].attrs["variables"])
         # Numbers that are subtracted from the variables before their moments are taken.
@@ -275,7 +235,7 @@ class TrainingStore(Archive):
 
     def float16_packing(self, variables: Sequence[str]) -> tuple[np.ndarray, np.ndarray] | None:
         """Return scales and offsets (V,) float32 of variables that are all stored as float16, else None."""
-        fields = [self.field_of(name) for name in variables]
+        fields = [self.find(name)[0][0] for name in variables]
         if any(field.raw.dtype != np.float16 for field in fields):
             return None
         scales, offsets = np.array(
@@ -309,7 +269,7 @@ def open_archive(
             found = [replace(field, orientation=field.orientation.crop(region)) for field in found]
         fields += found
         unreadable |= reasons
-    return Archive(" and ".join((path, *more_paths)), fields, unreadable, selection)
+    return Archive(" and ".join((path, *more_paths)), fields, unreadable)
 
 
 def read_all_fields(

@@ -59,12 +59,12 @@ from datasets.archive import Archive, open_archive, read_static_field, sums_file
 from datasets.channels import Channels
 from datasets.dates import consecutive, evenly_spaced, is_inside, usual_hours
 from datasets.fields import Decoding
-from datasets.files import TRAINING_STORE, file_states, find_files
 from datasets.grid import Grid, area_weights, global_grid, sum_moments
 from datasets.options import check_data, check_region, check_selection, parse_selection, parse_storage_options
 from datasets.plausibility import check_static
 from datasets.remote import NO_OPTIONS, Access, describe_error, is_url, protocol_of
 from datasets.shards import write_shard
+from datasets.source import TRAINING_STORE, file_states, find_files
 from datasets.statistics import CHANGE, NUM_COLUMNS, STATE, first_shift, state_moments
 from datasets.variables import expand_levels, named_by, split_name, units
 from jobs.durable_files import replacing

@@ -90,7 +90,7 @@ def variables_table(archive: Archive, missing: Mapping[str, float]) -> str:
     rows = []
     for base, levels in group_levels(archive.variables).items():
         names = [join_name(base, level) for level in levels]
-        raw, text = archive.field_of(names[0]).raw, archive.units(names[0])
+        raw, text = archive.find(names[0])[0][0].raw, archive.units(names[0])
         # Of files without units, what is read is assumed to be in ours.
         unit = text if not text or "units" in getattr(raw, "attrs", {}) else f"{text} (assumed)"
         share = max(missing.get(name, 0) for name in names)

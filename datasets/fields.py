@@ -4,18 +4,20 @@ float32, NaN where missing, latitude from north to south, longitude ascending, u
 """
 
 import base64
+import dataclasses
 import logging
 import math
 import multiprocessing
 import struct
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from functools import cache, cached_property, partial
-from itertools import product
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cache, cached_property
+from itertools import chain, product
 from typing import Any
 
 import numpy as np
 import xarray as xr
+from zarr.core.sync import sync
 
 from datasets.grid import FLOAT32_DEGREES, Grid, equal_spacing, is_periodic
 from datasets.remote import describe_error
@@ -57,38 +59,29 @@ def find_decoding(variable: xr.Variable, conversion: UnitConversion) -> Decoding
     attrs, dtype = variable.attrs, variable.dtype
     unsigned = str(attrs.get("_Unsigned", "")).lower() == "true" and dtype.kind == "i"
     dtype = np.dtype(dtype.str.replace("i", "u")) if unsigned else dtype
-    fills = {
-        _fit_fill(_parse_fill(value), dtype)
-        for key in ("_FillValue", "missing_value")
-        for value in np.atleast_1d(attrs.get(key, [])).tolist()
-    }
+    fills = set()
+    stored = [np.ravel(attrs.get(key, [])).tolist() for key in ("_FillValue", "missing_value")]
+    for value in chain(*stored):
+        try:
+            fill = float(value)
+        except ValueError:
+            try:  # xarray writes those of Zarr 3 as base64 of eight bytes
+                fill = struct.unpack("<d", base64.b64decode(value))[0]
+            except (ValueError, struct.error):
+                raise DataError(f"its fill value {value!r} is no number; correct the attribute") from None
+        if math.isnan(fill):
+            continue
+        if dtype.kind in "iu":  # one of a signed type may be written as unsigned, and the reverse
+            info, bits = np.iinfo(dtype), 8 * dtype.itemsize
+            integers = [n for n in (fill, fill - 2**bits, fill + 2**bits) if info.min <= n <= info.max]
+            if not integers or integers[0] != int(integers[0]):
+                reason = f"its _FillValue {fill:g} does not fit its type {dtype.name}"
+                raise DataError(f"{reason}; correct the attribute")
+            fill = integers[0]
+        fills.add(fill)
     scale, offset = _single_number(attrs, "scale_factor", 1), _single_number(attrs, "add_offset", 0)
-    own = tuple(fill for fill in fills if not math.isnan(fill))
     factor = conversion.factor
-    return Decoding(own, scale * factor, offset * factor + conversion.offset, unsigned)
-
-
-def _parse_fill(value: Any) -> float:
-    """Return a fill value as a number; xarray writes those of Zarr 3 as base64 of eight bytes."""
-    try:
-        return float(value)
-    except ValueError:
-        pass
-    try:
-        return struct.unpack("<d", base64.b64decode(value))[0]
-    except (ValueError, struct.error):
-        raise DataError(f"its fill value {value!r} is no number; correct the attribute") from None
-
-
-def _fit_fill(value: float, dtype: np.dtype) -> float:
-    """Return the fill value as a number of the stored type; a signed one may be written as unsigned."""
-    if dtype.kind not in "iu" or math.isnan(value):
-        return value
-    info, bits = np.iinfo(dtype), 8 * dtype.itemsize
-    for candidate in (value, value - 2**bits, value + 2**bits):
-        if info.min <= candidate <= info.max and candidate == int(candidate):
-            return candidate
-    raise DataError(f"its _FillValue {value:g} does not fit its type {dtype.name}; correct the attribute")
+    return Decoding(tuple(fills), scale * factor, offset * factor + conversion.offset, unsigned)
 
 
 def _single_number(attrs: Mapping[str, Any], key: str, default: float) -> float:
@@ -169,8 +162,12 @@ class Field:
     units: str = ""
     dims: tuple[str, ...] = ()
     chunks: tuple[int, ...] | None = None  # elements that are decoded together
-    selected: Mapping[int, int] = field(default_factory=dict)  # number of a dropped dimension -> position
-    labels: Mapping[str, np.ndarray] = field(default_factory=dict)  # of axes of forecasts and climatologies
+    selected: Mapping[int, int] = dataclasses.field(
+        default_factory=dict
+    )  # number of a dropped dimension -> position
+    labels: Mapping[str, np.ndarray] = dataclasses.field(
+        default_factory=dict
+    )  # of axes of forecasts and climatologies
     versions: tuple[int, ...] = (0,)  # positions on the axis `expver`: the final data first, then preliminary
     is_class: bool = False  # numbers of classes, which have no mean
 
@@ -186,6 +183,25 @@ class Field:
         """Return the number of elements of an axis in the slices, 1 without the axis."""
         return len(range(self.size(role))[slices.get(role, slice(None))]) if role in self.roles else 1
 
+    def fill(
+        self,
+        out: np.ndarray,
+        rows: Sequence[tuple[int, int]],
+        axes: Sequence[str],
+        slices: Mapping[str, slice],
+    ) -> None:
+        """Fill `out` (*axes, V, H, W) with levels: positions on the level axis, and rows of V.
+
+        Levels are read together with those that are in the same or the next chunk. Raises DataError.
+        """
+        pairs = np.array(sorted(rows))
+        breaks = np.flatnonzero(np.diff(pairs[:, 0] // self.chunk("level")) > 1) + 1
+        for near in np.split(pairs, breaks):
+            lowest, highest = near[0, 0], near[-1, 0]
+            block = self.read((*axes, "level"), {**slices, "level": slice(lowest, highest + 1)})
+            for level, row in near.tolist():
+                out[..., row, :, :] = block[..., level - lowest, :, :]
+
     def read(self, axes: Sequence[str], slices: Mapping[str, slice]) -> np.ndarray:
         """Return (*axes, latitude, longitude) physical values: the slices of some axes, all of the others.
 
@@ -198,9 +214,7 @@ class Field:
         )
         stored = self._fetch(key)
         values = self.decoding.decode(stored)
-        for missing in self._missing_chunks(key, stored):
-            values = values.astype(np.float32) if values is stored else values
-            values[missing] = np.nan
+        values = self._mask_missing_chunks(key, stored, values)
         roles = [role for role in self.roles if role]
         if "cell" in roles:
             values = values.reshape(*values.shape[:-1], -1, self.orientation.shape[1])
@@ -252,42 +266,48 @@ class Field:
         at = f"{self.array} at {date}" if date else self.array
         return DataError(f"{self.path}: {at} cannot be read ({describe_error(error)}); {fix}")
 
-    def _missing_chunks(
-        self, key: tuple[int | slice, ...], stored: np.ndarray
-    ) -> Iterator[tuple[slice, ...]]:
-        """Yield the parts of `stored` that are not in the Zarr store, where reading returns the fill value.
+    def _mask_missing_chunks(
+        self, key: tuple[int | slice, ...], stored: np.ndarray, values: np.ndarray
+    ) -> np.ndarray:
+        """Return the values, NaN in chunks that are not in the Zarr store, which read as the fill value.
 
         Only whole shards count for arrays with shards: writers omit chunks of fill values inside a shard. Not
-        needed if the fill value is NaN, nor for cloud, rain and masks, which may be omitted where they are 0,
-        nor where the fill value is a packed number: Zarr 3 omits chunks of it.
+        needed if the fill value is NaN, nor for cloud, rain and masks, which may be omitted where they are 0.
+        Where the fill value is a packed number, the values stay: Zarr 3 omits chunks of it.
         """
         fill, name = getattr(self.raw, "fill_value", None), next(filter(None, self.names))
         if fill is None or fill != fill or name.partition(":")[0] in OFTEN_ZERO:
-            return
+            return values
         low, high = usual_range(name)
         is_packed = np.dtype(self.raw.dtype).kind in "iu" and self.decoding != Decoding(self.decoding.fills)
         is_value = is_packed and low <= self.decoding.decode(np.asarray(fill)[None])[0] <= high
         chunks = self.raw.shards or self.raw.chunks  # files of the store
         spans = [
-            each.indices(size)[:2] if isinstance(each, slice) else (each, each + 1)
-            for each, size in zip(key, self.raw.shape, strict=True)
+            at.indices(size)[:2] if isinstance(at, slice) else (at, at + 1)
+            for at, size in zip(key, self.raw.shape, strict=True)
         ]
-        dims = [i for i, each in enumerate(key) if isinstance(each, slice)]  # that `stored` has
+        dims = [i for i, at in enumerate(key) if isinstance(at, slice)]  # that `stored` has
         numbers = [range(a // size, -(-b // size)) for (a, b), size in zip(spans, chunks, strict=True)]
         for chunk in product(*numbers):
             first = [max(chunk[i] * chunks[i] - spans[i][0], 0) for i in dims]
-            if stored[tuple(first)] == fill and not self._has_chunk(chunk):
-                _warn_missing_chunk(self.path, self.array, "its fill value" if is_value else "missing values")
-                if is_value:
-                    continue
+            if stored[tuple(first)] != fill:
+                continue
+            file = f"{self.raw.store_path.path}/{self.raw.metadata.encode_chunk_key(chunk)}".lstrip("/")
+            if sync(self.raw.store_path.store.exists(file)):
+                continue
+            _warn_missing_chunk(self.path, self.array, "its fill value" if is_value else "missing values")
+            if not is_value:
                 ends = [(chunk[i] + 1) * chunks[i] - spans[i][0] for i in dims]
-                yield tuple(map(slice, first, ends))
+                values = values.astype(np.float32) if values is stored else values
+                values[tuple(map(slice, first, ends))] = np.nan
+        return values
 
-    def _has_chunk(self, chunk: tuple[int, ...]) -> bool:
-        from zarr.core.sync import sync
 
-        key = f"{self.raw.store_path.path}/{self.raw.metadata.encode_chunk_key(chunk)}".lstrip("/")
-        return sync(self.raw.store_path.store.exists(key))
+@cache
+def _warn_missing_chunk(path: str, array: str, meaning: str) -> None:
+    """Log once per array, not in each worker of a conversion, that chunks are not in the store."""
+    if multiprocessing.parent_process() is None:
+        logger.warning(f"{path}: {array}: chunks are not in the store: read as {meaning}")
 
 
 class NamedFields:
@@ -301,11 +321,19 @@ class NamedFields:
     ) -> None:
         """unreadable: name of an array -> why it is none of the fields. Raises DataError if grids differ."""
         self.path, self.unreadable, self.fields = path, dict(unreadable or {}), tuple(fields)
-        self.grid = _common_grid(path, fields, self.unreadable)
+        if not fields:
+            reasons = "; ".join(f"{name}: {reason}" for name, reason in list(self.unreadable.items())[:3])
+            raise DataError(
+                f"cannot read {path!r}: {reasons or 'no variable in it has latitude and longitude'}"
+            )
+        self.grid = fields[0].orientation.grid
+        if other := next((f for f in fields if not f.orientation.grid.same_as(self.grid)), None):
+            files = " and ".join(f"{f.path} {f.orientation.grid.shape}" for f in (fields[0], other))
+            raise DataError(f"cannot read {path!r} as one archive: grids differ: {files}; name one file")
         self.places = places_of(fields)
         self.variables = self.names = list(self.places)
-        dims = [(each, i) for each in fields for i, role in enumerate(each.roles) if not role]
-        self.extra_dimensions = {each.dims[i]: each.raw.shape[i] for each, i in dims}
+        dims = [(field, i) for field in fields for i, role in enumerate(field.roles) if not role]
+        self.extra_dimensions = {field.dims[i]: field.raw.shape[i] for field, i in dims}
 
     def find(self, name: str) -> list[tuple[Field, int]]:
         """Return where a variable is. Raises DataError with the reason or the nearest name."""
@@ -330,67 +358,22 @@ class NamedFields:
 
         An axis that no field has is of size 1. Raises DataError.
         """
-        pairs: dict[Field, list[tuple[int, int]]] = {}
-        for output, name in enumerate(variables):
-            each, position = self.find(name)[0]
-            pairs.setdefault(each, []).append((position, output))
-        sizes = [max(each.num_selected(axis, slices) for each in pairs) for axis in axes]
+        rows: dict[Field, list[tuple[int, int]]] = {}
+        for row, name in enumerate(variables):
+            field, position = self.find(name)[0]
+            rows.setdefault(field, []).append((position, row))
+        sizes = [max(field.num_selected(axis, slices) for field in rows) for axis in axes]
         out = np.empty((*sizes, len(variables), *self.grid.shape), np.float32)
-        for each, own in pairs.items():
-            for task in level_tasks(each, own, axes, slices, out):
-                task()
+        for field, pairs in rows.items():
+            field.fill(out, pairs, axes, slices)
         return out
 
 
-def places_of(fields: Sequence[Field]) -> dict[str, list[tuple[Field, int]]]:
+def places_of(fields: Iterable[Field]) -> dict[str, list[tuple[Field, int]]]:
     """Return where each variable is: fields, and positions on their level axes."""
     places: dict[str, list[tuple[Field, int]]] = {}
-    for each in fields:
-        for position, name in enumerate(each.names):
+    for field in fields:
+        for position, name in enumerate(field.names):
             if name:
-                places.setdefault(name, []).append((each, position))
+                places.setdefault(name, []).append((field, position))
     return places
-
-
-def _common_grid(path: str, fields: Sequence[Field], unreadable: Mapping[str, str]) -> Grid:
-    """Return the grid of all fields, or raise DataError naming two files that differ."""
-    if not fields:
-        reasons = "; ".join(f"{name}: {reason}" for name, reason in list(unreadable.items())[:3])
-        raise DataError(f"cannot read {path!r}: {reasons or 'no variable in it has latitude and longitude'}")
-    first = fields[0]
-    for each in fields:
-        if not each.orientation.grid.same_as(first.orientation.grid):
-            files = " and ".join(f"{f.path} {f.orientation.grid.shape}" for f in (first, each))
-            raise DataError(f"cannot read {path!r} as one archive: grids differ: {files}; name one file")
-    return first.orientation.grid
-
-
-def level_tasks(
-    source: Field,
-    pairs: list[tuple[int, int]],
-    axes: Sequence[str],
-    slices: Mapping[str, slice],
-    out: np.ndarray,
-) -> Iterator[Callable[[], None]]:
-    """Yield calls that fill `out` (*axes, V, H, W) from an array, in any order, on any thread.
-
-    pairs: positions on the level axis and rows of `out`; chunks of levels that none needs are not read.
-    """
-
-    def fill(near: list[tuple[int, int]]) -> None:
-        lowest, highest = near[0][0], near[-1][0]
-        block = source.read((*axes, "level"), {**slices, "level": slice(lowest, highest + 1)})
-        for position, output in near:
-            out[..., output, :, :] = block[..., position - lowest, :, :]
-
-    pairs = sorted(pairs)
-    chunks = np.array([position for position, _ in pairs]) // source.chunk("level")
-    for near in np.split(np.arange(len(pairs)), np.flatnonzero(np.diff(chunks) > 1) + 1):
-        yield partial(fill, [pairs[i] for i in near])
-
-
-@cache
-def _warn_missing_chunk(path: str, array: str, meaning: str) -> None:
-    """Log once per array, not in each worker of a conversion, that chunks are not in the store."""
-    if multiprocessing.parent_process() is None:
-        logger.warning(f"{path}: {array}: chunks are not in the store: read as {meaning}")

@@ -20,13 +20,13 @@ from datasets.channels import Channels
 from datasets.convert import Request, check_first_start, check_identity, convert_for
 from datasets.dates import evenly_spaced, find_gaps, is_inside, usual_hours
 from datasets.field_dataset import window_steps
-from datasets.files import is_zarr
 from datasets.forcings import check_forcings
 from datasets.options import check_selection, is_whole_day, parse_period, parse_selection
 from datasets.plausibility import check_static, refuse_fills
 from datasets.random_fields import RandomFields
 from datasets.remote import Access, is_url, protocol_of
 from datasets.simulated import ensure_simulated
+from datasets.source import is_zarr
 from errors import ConfigError, refuse
 
 logger = logging.getLogger(__name__)

@@ -1,5 +1,5 @@
 """Files of training stores: a chunk for each date, in shards, blosc and CRC-32C (the sharding codec of Zarr
-3).
+3); and codecs of blosc that refuse a truncated chunk.
 
 A field is one read of its file and one call of its codec, which releases Python's lock, into the memory of
 the batch. zarr-python reads and writes the same files, but needs half a millisecond and copies for each
@@ -10,16 +10,24 @@ import os
 import resource
 import struct
 import threading
+import warnings
 from functools import lru_cache
 from io import FileIO
 from pathlib import Path
+from typing import Any
 
+import numcodecs
 import numpy as np
+import zarr
 from crc32c import crc32c
-from numcodecs import blosc  # type: ignore[reportAttributeAccessIssue]  # compiled
+from numcodecs import (
+    Blosc,
+    blosc,  # type: ignore[reportAttributeAccessIssue]  # compiled
+)
+from numcodecs.compat import ensure_contiguous_ndarray
 from zarr.codecs import BloscCodec, BytesCodec, Crc32cCodec, ShardingCodec
+from zarr.registry import register_codec
 
-from datasets.codecs import check_blosc_size
 from datasets.fields import Field
 from datasets.remote import is_url
 from errors import DataError
@@ -28,6 +36,7 @@ from jobs.durable_files import replacing
 ABSENT = 2**64 - 1  # offset of a chunk that a shard does not contain
 # Of a process, which may open 1024 or more, on some systems 256.
 MAX_OPEN_FILES = min(1024, resource.getrlimit(resource.RLIMIT_NOFILE)[0]) * 3 // 8
+BLOSC_HEADER = struct.Struct("<4xI4xI")  # of blosc 1: decoded size and the chunk's size, in bytes
 _THREAD = threading.local()  # memory for one chunk, which a thread reuses
 
 
@@ -147,3 +156,44 @@ def _without_checksum(content: memoryview) -> memoryview:
     if len(content) < 4 or crc32c(content[:-4]) != struct.unpack("<I", content[-4:])[0]:
         raise ValueError("the checksum does not match")
     return content[:-4]
+
+
+# -- codecs that refuse a truncated chunk: c-blosc reads beyond its end and returns the memory there, and
+# numcodecs 0.16 and zarr 3.1 do not check
+
+
+def check_blosc_size(chunk: Any) -> int:
+    """Return the decoded size; RuntimeError, as blosc raises for other damage, unless all bytes are there."""
+    content = memoryview(chunk)
+    decoded, size = (
+        BLOSC_HEADER.unpack_from(content) if content.nbytes >= BLOSC_HEADER.size else (0, BLOSC_HEADER.size)
+    )
+    if size != content.nbytes:
+        raise RuntimeError(f"a blosc chunk has {content.nbytes} of {size} bytes")
+    return decoded
+
+
+class CheckedBlosc(Blosc):
+    """Blosc of Zarr 2."""
+
+    codec_id = "blosc"
+
+    def decode(self, buf: Any, out: Any = None) -> Any:
+        check_blosc_size(ensure_contiguous_ndarray(buf))
+        return super().decode(buf, out)
+
+
+class CheckedBloscCodec(BloscCodec):
+    """Blosc of Zarr 3."""
+
+    async def _decode_single(self, chunk_bytes: Any, chunk_spec: Any) -> Any:
+        check_blosc_size(chunk_bytes.as_numpy_array())
+        return await super()._decode_single(chunk_bytes, chunk_spec)
+
+
+def register_codecs() -> None:
+    """Make zarr and numcodecs decode with the codecs of this module."""
+    numcodecs.register_codec(CheckedBlosc)
+    register_codec("blosc", CheckedBloscCodec)
+    zarr.config.set({"codecs.blosc": f"{__name__}.{CheckedBloscCodec.__name__}"})
+    warnings.filterwarnings("ignore", message="Object at .* is not recognized")  # a foreign folder in a store

@@ -11,8 +11,8 @@ from zarr.codecs import BloscCodec
 
 from checkpoints.files import clear_leftovers
 from datasets.archive import open_archive
-from datasets.codecs import register_codecs
 from datasets.grid import Grid
+from datasets.shards import register_codecs
 from datasets.statistics import Statistics
 from errors import ConfigError, DataError
 from planning.start_checks import open_checked

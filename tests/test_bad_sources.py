@@ -11,7 +11,7 @@ import xarray as xr
 import zarr
 
 from config import Data
-from datasets import files
+from datasets import source
 from datasets.archive import open_archive
 from datasets.selection import open_selection
 from errors import ConfigError, DataError
@@ -175,7 +175,7 @@ def unreadable_folder(path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     def refuse(folder: str) -> list[str]:
         raise PermissionError(13, "Permission denied", folder)
 
-    monkeypatch.setattr(files.os, "listdir", refuse)
+    monkeypatch.setattr(source.os, "listdir", refuse)
     return str(path)
 
 

@@ -15,7 +15,6 @@ import xarray as xr
 from command_line import load_config
 from config import Data
 from datasets import convert as conversion
-from datasets import files
 from datasets.convert import main as convert
 from datasets.describe import main
 from datasets.remote import Access
@@ -252,7 +251,7 @@ def test_storage_options_reach_the_store(monkeypatch: pytest.MonkeyPatch) -> Non
         given.append(access.options_for(url))
         raise DataError("no request is made here")
 
-    monkeypatch.setattr(files, "open_store", refuse)
+    monkeypatch.setattr(source, "open_store", refuse)
     with pytest.raises(DataError):
         main(["s3://bucket/a.zarr", "--storage_options", "endpoint=https://minio.example", "anon=true"])
     assert given == [{"endpoint": "https://minio.example", "anon": True}]

@@ -12,8 +12,8 @@ import pytest
 import xarray as xr
 
 from datasets.archive import open_archive
-from datasets.files import decode_times
 from datasets.grid import Grid
+from datasets.source import decode_times
 from errors import DataError
 from tests.sample_archives import (
     CDS,

@@ -11,9 +11,8 @@ import zarr
 from config import Data
 from datasets.archive import Archive, open_archive
 from datasets.channels import Channels
-from datasets.files import OpenFile, decode_times
-from datasets.layouts import open_fields
 from datasets.selection import open_selection
+from datasets.source import OpenFile, decode_times, open_fields
 from datasets.variables import known_name, nearest_name, plain_units, unit_conversion
 from errors import ConfigError, DataError
 from tests.sample_archives import analyses, zarr_chunked
@@ -200,9 +199,9 @@ def test_an_array_without_the_selected_label_is_left_out_with_the_reason(tmp_pat
     members = [
         on_cells(name).expand_dims(m=labels, axis=1) for name, labels in (("t2m", [0, 1]), ("sp", [5, 6]))
     ]
-    kinds = [OpenFile._of_dataset("a.grib", each.to_dataset()) for each in members]
+    kinds = [OpenFile.of_dataset("a.grib", each.to_dataset()) for each in members]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(OpenFile, "open", lambda path, access: kinds)
+        patch.setattr("datasets.source.open_files", lambda path, access: kinds)
         fields, unreadable = open_fields("a.grib", {"m": "1"})
         assert [field.names for field in fields] == [(T2M,)]
         assert "5, 6" in unreadable["surface_pressure"]

@@ -23,10 +23,9 @@ import zarr
 
 from datasets.archive import Archive
 from datasets.fields import Field, NamedFields
-from datasets.files import CLIMATOLOGY_ROLES, OpenFile, find_files
 from datasets.grid import Grid
-from datasets.layouts import open_fields
 from datasets.remote import NO_OPTIONS, Access
+from datasets.source import CLIMATOLOGY_ROLES, find_files, open_fields, open_files
 from datasets.variables import split_name
 from errors import DataError
 from verification.stores import all_levels, create_store, state_of_analyses, state_of_files
@@ -238,6 +237,6 @@ def open_climatology(path: str, access: Access = NO_OPTIONS) -> Climatology:
     fields = [field for field in found if {"hour", "dayofyear"} & set(field.roles)]
     if not fields:
         raise DataError(f"{path!r} is not a climatology: no variable has a dimension hour or dayofyear")
-    about = OpenFile.open(file_path, access)[0].attrs
+    about = open_files(file_path, access)[0].attrs
     logger.info("climatology: %s, of %s", about.get("recipe", path), about.get("period", "dates not named"))
     return Climatology(path, fields)

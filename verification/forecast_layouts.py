@@ -10,10 +10,9 @@ from typing import Any
 import numpy as np
 
 from datasets.fields import Field, NamedFields
-from datasets.files import FORECAST_ROLES, OpenFile, find_files
-from datasets.layouts import open_fields
 from datasets.plausibility import refuse_fills
 from datasets.remote import NO_OPTIONS, Access
+from datasets.source import FORECAST_ROLES, OpenFile, find_files, open_fields, open_files
 from errors import DataError
 from verification.stores import NOT_COMPUTED, STATUS, identity_of, state_of_files
 
@@ -82,7 +81,7 @@ def open_forecast(
         why = "".join(f"; {name}: {reason}" for name, reason in list(unreadable.items())[:3])
         axes = "a lead time (prediction_timedelta) and latitude and longitude"
         raise DataError(f"cannot read {path!r} as forecasts: no variable has {axes}{why}")
-    file = OpenFile.open(files[0], access)[0]
+    file = open_files(files[0], access)[0]
     # Scored as if by initial date, a perfect forecast stored by valid time has large errors.
     by_both = [name for name in FORECAST_ROLES["time"] if name in file.arrays and file.arrays[name].ndim > 1]
     axis = next((f.dims[f.roles.index("time")] for f in fields if f.dims and "time" in f.roles), "")
