@@ -15,6 +15,7 @@ import xarray as xr
 from command_line import load_config
 from config import Data
 from datasets import convert as conversion
+from datasets import source
 from datasets.convert import main as convert
 from datasets.describe import main
 from datasets.remote import Access
