@@ -8,7 +8,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from config import Config
+from config import RANDOM, Config
 from datasets.field_dataset import LaterFields
 from jobs.heartbeat import span
 from training.best import Best
@@ -17,11 +17,12 @@ from training.metrics import Metrics
 from training.process_settings import return_memory
 from training.samples import Samples
 from training.step import Run
-from verification.baselines import FIT_SAMPLES, fit_baselines
+from verification.baselines import FIT_SAMPLES, MIN_FIT_SAMPLES, fit_baselines
 from verification.rollout import model_forecast
 from verification.validation import Example, Scores, Validation
 
 logger = logging.getLogger(__name__)
+FIT_BYTES = 2**34  # of training data that the baselines are fitted on, if these are enough dates
 
 
 class Validator:
@@ -36,7 +37,7 @@ class Validator:
         self.best = Best(config) if config.checkpoint.keep_best else None
         self.validated: tuple[int, Scores] | None = None  # the last step, and its scores
         self.seconds = 0.0  # of the last validation
-        self.validation, self.baselines = None, {}
+        self.validation = None
         if not self.settings.enable or not len(samples.selection.validation):
             return
         members, data = self.settings.members or config.training.members, config.data
@@ -49,9 +50,12 @@ class Validator:
         self.forecast = model_forecast(*parts, members, seed, known if normalizer.channels.is_known else None)
         leads = sorted(hours // data.step_hours for hours in self.settings.lead_hours)
         mesh, area, batch_size = self.model.mesh, run.objective.area, self.settings.local_batch_size
+        # Random weather has no skill to measure: one date shows that validation runs.
+        limit, states = 1 if data.path == RANDOM else 0, sorted({1, *leads})
+        self.leads = leads
         self.validation = Validation(
             # With the state after one step, of which the loss of training is.
-            samples.dataset_by_lead("validation", sorted({1, *leads}), history=data.history),
+            samples.dataset_by_lead("validation", states, limit, data.history),
             leads,
             data.step_hours,
             area.device,
@@ -63,11 +67,6 @@ class Validator:
             num_forcing=normalizer.num_forcing,
             boundary=normalizer.boundary,
         )
-        mean_field = torch.from_numpy(samples.statistics.mean_field).to(area.device)  # (V, H, W)
-        fitted = selection.samples_by_lead("train", leads, FIT_SAMPLES)
-        with return_memory(area.device):
-            names = selection.variables
-            self.baselines = fit_baselines(selection.archive, names, fitted, mean_field, leads)
 
     def seconds_due(self, step: int) -> float:
         """Return the estimated time of validations that are due after `step` and the next one."""
@@ -106,10 +105,19 @@ class Validator:
         state, checkpointer, started = self.run.state, self.run.checkpointer, time.monotonic()
         if checkpointer:
             checkpointer.wait_for_staging()  # averages replace weights that are still being copied
-        forecast, loss = self.forecast, self.run.objective.loss_of_fields
+        forecast, loss, baselines = self.forecast, self.run.objective.loss_of_fields, {}
+        if not validation.known:  # the first validation scores the baselines, too
+            selection, archive = self.samples.selection, self.samples.selection.archive
+            mean_field = torch.from_numpy(self.samples.statistics.mean_field).to(self.model.device)
+            sample_bytes = 4 * mean_field.numel() * (1 + len(self.leads))
+            limit = min(FIT_SAMPLES, max(MIN_FIT_SAMPLES, FIT_BYTES // sample_bytes))
+            limit = 1 if archive.path == RANDOM else limit
+            fitted = selection.samples_by_lead("train", self.leads, limit)
+            with return_memory(self.model.device):
+                baselines = fit_baselines(archive, selection.variables, fitted, mean_field, self.leads)
         with return_memory(self.model.device), span("validation"):
             with self._averaged():
-                scores = validation.run(forecast, self.baselines, loss)
+                scores = validation.run(forecast, baselines, loss)
             if state.average:
                 raw = validation.run(forecast, {}, loss)
                 scores.by_forecast["raw weights"] = raw.by_forecast["model"]
