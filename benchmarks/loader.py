@@ -5,7 +5,9 @@
 
 The first: training stores of made-up fields, 17 x 1024 x 2048 as float16 and 20 x 181 x 360 as float32,
 read at random dates with a warm page cache by two threads, with memory retained as train.py does: the codec
-alone (lz4 of blosc, bit shuffle), zarr-python, Rossby. GB/s are of decoded numbers as they are stored;
+alone (lz4 of blosc, bit shuffle), zarr-python, zarr-beluga where it is installed, Rossby. zarr-beluga reads
+the dates of an epoch in a known order, from a store of WeatherBench2's layout in float32 (it has no float16),
+and gives samples, not batches. GB/s are of decoded numbers as Rossby stores them;
 "processor": the share of the codec by the time of processors, which other programs disturb less; all take
 turns, medians. Words choose rows: "float16", "180". 4 GB below --scratch, 20 minutes; --quick: small,
 nothing recorded.
@@ -143,6 +145,39 @@ def rossby(path: Path, shape: Shape) -> Read:
     return read
 
 
+def zarr_beluga(path: Path, shape: Shape) -> Read | None:
+    """Read float32 of WeatherBench2's layout, one chunk a date, which suits it; None where it is absent."""
+    try:
+        import beluga  # type: ignore[reportMissingImports]  # pip install zarr-beluga
+    except ImportError:
+        return None
+    target = path.with_name("weatherbench.zarr")
+    height, width = shape.grid
+    fields = np.stack(
+        [[weather(shape, date, number) for number in range(shape.variables)] for date in range(shape.dates)]
+    )
+    coords = {
+        "time": np.datetime64("2000-01-01", "ns") + np.arange(shape.dates) * np.timedelta64(6, "h"),
+        "level": np.arange(shape.variables),
+        "latitude": 90 - (np.arange(height) + 0.5) * 180 / height,
+        "longitude": np.arange(width) * 360 / width,
+    }
+    ds = xr.Dataset({"temperature": (tuple(coords), fields.astype("f4"))}, coords)
+    packer = Blosc(cname="lz4", clevel=5, shuffle=Blosc.BITSHUFFLE)
+    encoding = {"temperature": {"chunks": (1, *fields.shape[1:]), "compressors": [packer]}}
+    ds.to_zarr(target, zarr_format=2, encoding=encoding, consolidated=True)
+    options = {"variables": ["temperature"], "sched": {"decode_threads": THREADS}}
+    reader = beluga.open_zarr_group(str(target.parent), target.name, **options)
+
+    def read(dates: np.ndarray) -> None:
+        for number, sample in enumerate(reader.stream(dates.tolist(), frames=1), 1):
+            torch.from_dlpack(sample)
+            if number == STARTING * BATCH:
+                read.started = clocks()
+
+    return read
+
+
 def clocks() -> np.ndarray:
     """Return the seconds of the wall's clock, and those that processors have spent on this process."""
     return np.array([time.perf_counter(), time.process_time()])
@@ -163,8 +198,10 @@ def measure(scratch: Path, shape: Shape, rounds: int) -> dict[str, Any]:
     readers = {
         "codec alone": codec_alone(path, shape),
         "zarr-python": zarr_python(path, shape),
+        "zarr-beluga": zarr_beluga(path, shape),
         "rossby": rossby(path, shape),
     }
+    readers = {name: reader for name, reader in readers.items() if reader}
     rng = np.random.default_rng(0)
     rates = {
         name: lambda read=read: rate(read, shape, rng.integers(0, shape.dates, 96))
@@ -194,6 +231,7 @@ def measure_readers(options: argparse.Namespace) -> int:
     columns = {"store": "<26", "codec": ">6", "codec alone": ">12.2f"}
     columns |= {
         "zarr-python": ">12.2f",
+        **({"zarr-beluga": ">12.2f"} if rows and "zarr-beluga" in rows[0] else {}),
         "rossby": ">8.2f",
         "of the codec": ">13.0%",
         "processor": ">10.0%",
