@@ -58,7 +58,11 @@ class Loggers:
 
     def open(self, name: str, module: str, *arguments: Any) -> None:
         """Open the `Logger` of a module in this folder, which may import an extra package."""
-        if opened := self._try(name, import_module(f"training.loggers.{module}").Logger, *arguments):
+
+        def create() -> Any:
+            return import_module(f"training.loggers.{module}").Logger(*arguments)
+
+        if opened := self._try(name, create):
             self.loggers[name] = opened
 
     def call(self, method: str, *arguments: Any) -> None:
