@@ -124,7 +124,8 @@ def train(config: Config, watchdog: Watchdog | None = None) -> None:
                     checkpointer.save(step, state.state_dict())
                 metrics.start_interval()
             if due.validate:
-                validator.validate(step)
+                validator.validate(step, is_ended=agreement.ends_validation)
+                stop = agreement.stop
             profiler.step(step)
     gc.enable()
     activity.start_phase("end", progress.step)

@@ -4,6 +4,7 @@ import errno
 import fcntl
 import json
 import os
+import signal
 import subprocess
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,16 +19,17 @@ from checkpoints import files
 from checkpoints.checkpointer import find_undamaged
 from checkpoints.files import Unreadable, clear_leftovers, complete_steps, prune, step_folder
 from config import Config, Optimizer
-from errors import ConfigError, RunFailed
+from errors import EXIT_SAVED, ConfigError, RunFailed
 from jobs import torchrun
 from jobs.heartbeat import activity
 from tests.planned import run_train
-from tests.started_jobs import ROOT, run_options, write_config
+from tests.started_jobs import ROOT, last_step, records, run_options, small_dataset, small_wave, write_config
 from tests.test_checkpoint import Run, build  # noqa: F401  (a fixture)
 from tests.test_restart import save_two
 from training import run_folder
 from training.loggers.opening import Loggers
 from training.restart import Restart
+from verification import validation
 
 
 @pytest.fixture(autouse=True)
@@ -264,3 +266,35 @@ def test_a_second_start_says_what_has_changed(tmp_path, caplog):
     overlap += ["--data.validation_period", '["2020-01-05", "2020-01-06"]']
     with pytest.raises(ConfigError, match="overlaps data.train_period of the start before"):
         run_train(*words, *overlap)
+
+
+def test_a_signal_ends_a_validation_between_batches(tmp_path, monkeypatch):
+    """It waited for all of it, minutes at scale, with nothing saved since the last interval."""
+    periods = {
+        "train_period": ["2020-01-01", "2020-01-05"],
+        "validation_period": ["2020-01-06", "2020-01-09"],
+    }
+    config = write_config(
+        tmp_path,
+        small_dataset({"10m_u_component_of_wind": small_wave(40)}),
+        data=periods,
+        training={"steps": 5},
+        checkpoint={"interval": 100, "async_mode": "disabled"},
+        validation={"enable": True, "interval": 2, "local_batch_size": 1, "lead_hours": [6], "plots": False},
+    )
+    calls, plain = [], validation.date_statistics
+
+    def date_statistics(*arguments: Any) -> Any:
+        calls.append(None)
+        if len(calls) == 3:
+            os.kill(os.getpid(), signal.SIGUSR1)
+        return plain(*arguments)
+
+    monkeypatch.setattr(validation, "date_statistics", date_statistics)
+    words, run = run_options(config, tmp_path / "run"), tmp_path / "run"
+    with pytest.raises(SystemExit) as end:
+        run_train(*words)
+    assert end.value.code == EXIT_SAVED and len(calls) < 6
+    assert complete_steps(run / "checkpoints") == [2] and last_step(run) == 2
+    run_train(*words)
+    assert [record["step"] for record in records(run) if "val/loss" in record] == [2, 4, 5]
