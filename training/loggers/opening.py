@@ -16,7 +16,6 @@ from errors import refuse, without_secrets
 logger = logging.getLogger(__name__)
 EXTRAS = {  # as in requirements-extras.txt
     "wandb": "wandb==0.30.0",
-    "mlflow": "mlflow-skinny==3.17.2",
     "prometheus": "prometheus-client==0.26.0",
 }
 
