@@ -98,7 +98,7 @@ def train(config: Config, watchdog: Watchdog | None = None) -> None:
         while progress.step < training.steps and not stop:
             step = progress.step + 1
             activity.start_phase("stage" if rollouts.begins_stage(step) else "train", step)
-            seed_step(training.seed, step, mesh.dp_rank)
+            seed_step(training.seed, step, mesh.dp_rank, mesh.rank("pp"))
             result = train_step(run, step, batches)
             progress.advance(global_batch)
             metrics.count_step()
