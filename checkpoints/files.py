@@ -349,5 +349,6 @@ def set_aside(folder: Path) -> Path:
     aside = folder.with_name(folder.name + DAMAGED)
     while aside.exists():
         aside = aside.with_name(aside.name + "-again")
-    os.replace(folder, aside)
+    with suppress(FileNotFoundError):  # another process has removed it
+        os.replace(folder, aside)
     return aside

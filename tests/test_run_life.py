@@ -264,7 +264,10 @@ def test_a_second_start_says_what_has_changed(tmp_path, caplog):
     starts = [json.loads(line) for line in (run / "starts.jsonl").read_text().splitlines()]
     assert starts[-1]["changed"] == {"optimizer.lr": [0.008, 0.002], "training.steps": [2, 3]}
     assert "changed" not in starts[0]
-    overlap = ["--data.train_period", '["2020-01-01", "2020-01-03"]', "--training.steps", "4"]
+    (run / "metrics.jsonl").unlink()
+    run_train(*words, "--optimizer.lr", "0.002", "--training.steps", "4")
+    assert "the lines of steps 1 to 3 are missing" in caplog.text
+    overlap = ["--data.train_period", '["2020-01-01", "2020-01-03"]', "--training.steps", "5"]
     overlap += ["--data.validation_period", '["2020-01-05", "2020-01-06"]']
     with pytest.raises(ConfigError, match="overlaps data.train_period of the start before"):
         run_train(*words, *overlap)
