@@ -412,7 +412,9 @@ class Checkpoint:
     enable: bool = option(
         True, "Save checkpoints, and resume from the newest complete one in the folder of the run."
     )
-    interval: Positive = option(500, "Steps between saves; the last step is always saved.")
+    interval: Positive = option(
+        500, "Steps between saves; the last step is always saved, and so is one that is validated."
+    )
     async_mode: Literal["disabled", "async", "async_with_pinned_mem"] = option(
         "async_with_pinned_mem",
         '"async": copy, then write in the background. "async_with_pinned_mem": copy during the next forward '
@@ -451,11 +453,10 @@ class Validation:
 @dataclass(frozen=True)
 class Metrics:
     log_freq: Positive = option(10, "Steps between log lines.")
-    loggers: tuple[Literal["tensorboard", "wandb", "mlflow"], ...] = option(
+    loggers: tuple[Literal["tensorboard", "wandb"], ...] = option(
         ("tensorboard",),
         "Where metrics go besides metrics.jsonl: tensorboard/ in the folder of the run; Weights & Biases "
-        "(extra wandb), offline unless WANDB_MODE is set; MLflow (extra mlflow), in mlflow/ unless "
-        "MLFLOW_TRACKING_URI is set.",
+        "(extra wandb), offline unless WANDB_MODE is set.",
     )
     prometheus: str = option(
         "",

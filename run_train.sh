@@ -25,6 +25,9 @@ export ROSSBY_STARTED=${ROSSBY_STARTED:-${SLURM_JOB_START_TIME:-$(date +%s)}}
 source "$(dirname "$(readlink -f "$0")")/setup.sh" # which gives $project and $PYTHON
 
 gpus=$(nvidia-smi --list-gpus 2>/dev/null | grep -c '^GPU' || true)
+if [[ "$gpus" != 0 && -n "${CUDA_VISIBLE_DEVICES+set}" ]]; then # which nvidia-smi does not know
+    gpus=$(tr ',' '\n' <<<"$CUDA_VISIBLE_DEVICES" | grep -c . || true)
+fi
 export NGPU=${NGPU:-$((gpus > 0 ? gpus : 1))} NNODES=${NNODES:-1}
 MAX_RESTARTS=${MAX_RESTARTS:-0}
 # Torch asks the name server about each connection of a store; a lost packet would hold it up for 5 s.

@@ -31,7 +31,7 @@ from planning.out_of_memory import run_with_watchdog
 from planning.start_checks import open_checked
 from training.assembly import Fields, assemble
 from training.batches import Batches, choose_global_batch
-from training.due import Schedule
+from training.due import Rollouts, Schedule
 from training.metrics import Metrics
 from training.process_settings import retain_memory, seed_step, set_determinism
 from training.profiler import Profiler
@@ -91,14 +91,14 @@ def train(config: Config, watchdog: Watchdog | None = None) -> None:
     )
 
     # -- the loop, which waits for the device only on logging and saving steps
-    schedule, stop = Schedule.of(config), ""  # stop: why the run ends before its last step
+    schedule, rollouts, stop = Schedule.of(config), Rollouts.of(training), ""  # stop: why the run ends early
     gc.disable()  # collections are scheduled: at a random time one would delay a rank while the others wait
     model.train()
     with profiler, agreement:
         while progress.step < training.steps and not stop:
             step = progress.step + 1
-            activity.start_phase("train", step)
-            seed_step(training.seed, step, mesh.dp_rank)
+            activity.start_phase("stage" if rollouts.begins_stage(step) else "train", step)
+            seed_step(training.seed, step, mesh.dp_rank, mesh.rank("pp"))
             result = train_step(run, step, batches)
             progress.advance(global_batch)
             metrics.count_step()
@@ -108,7 +108,8 @@ def train(config: Config, watchdog: Watchdog | None = None) -> None:
                 stop = agreement.decide(save_seconds + validator.seconds_due(step))
             due = schedule.at(step, bool(stop))
             if due.check and state.bad_steps.too_many(step, due.last):
-                restart.roll_back()
+                with span("rollback"):
+                    restart.roll_back()
                 continue
             run.fingerprints.compare(step, due.save)
             if due.log:
@@ -123,7 +124,8 @@ def train(config: Config, watchdog: Watchdog | None = None) -> None:
                     checkpointer.save(step, state.state_dict())
                 metrics.start_interval()
             if due.validate:
-                validator.validate(step)
+                validator.validate(step, is_ended=agreement.ends_validation)
+                stop = agreement.stop
             profiler.step(step)
     gc.enable()
     activity.start_phase("end", progress.step)

@@ -29,7 +29,10 @@ from torch.distributed.tensor import DTensor
 from checkpoints.files import (
     DAMAGED,
     INCOMPLETE,
+    MANIFEST,
     Damaged,
+    Missing,
+    Unreadable,
     candidates,
     check_files,
     clear_leftovers,
@@ -37,6 +40,7 @@ from checkpoints.files import (
     is_checkpoint,
     lock,
     prune,
+    read_manifest,
     read_tensors,
     remove_after,
     set_aside,
@@ -45,10 +49,12 @@ from checkpoints.files import (
 from checkpoints.writer import CheckpointProcess, CheckpointWriter
 from config import Checkpoint
 from errors import DataError, refuse
+from jobs.durable_files import sync_folder
 from parallelisms.mesh import cpu_group, from_first_rank, on_all_ranks
 
 logger = logging.getLogger(__name__)
 RETRY_SECONDS = (1, 2, 4, 8, 16)  # before each further attempt at the last save
+READ_SECONDS = (1, 4, 15)  # before each further attempt to read what the disk or the network does not give
 SHARED_MEMORY = "/dev/shm"  # the checkpoint process reads the tensors from there
 
 
@@ -88,6 +94,9 @@ class Checkpointer:
         self.wait()
         if step == self.saved_step:
             return
+        if step == self.failed_step and from_first_rank(lambda: self._is_there(step)):
+            self.saved_step, self.failed_step, self.last_error = step, -1, ""
+            return
         self.size = sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())  # of all ranks
         now = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
         about = {"step": step, "saved_at": now, **self.about}
@@ -96,6 +105,21 @@ class Checkpointer:
         future = self._start(tensors, writer)
         future.add_done_callback(lambda _: setattr(self, "last_seconds", time.monotonic() - started))
         self.in_flight = (step, future)
+
+    def _is_there(self, step: int) -> bool:
+        """Return True for a step whose save failed after it had given the checkpoint its name."""
+        folder = step_folder(self.folder, step)
+        try:
+            if is_checkpoint(folder):
+                check_files(folder)
+                sync_folder(self.folder)
+                logger.info("%s is complete", folder)
+                return True
+        except Damaged as error:
+            logger.warning("%s; set aside as %s", error, set_aside(folder))
+        except (Unreadable, OSError) as error:
+            logger.warning("%s: %s", folder, error)
+        return False
 
     def _start(self, tensors: dict[str, Tensor], writer: CheckpointWriter) -> Future:
         """Start writing; if that fails, the future has the error."""
@@ -226,6 +250,12 @@ class Checkpointer:
         found = find_undamaged(lambda: self._until(at_most), set_aside)
         return int(found.folder.name.removeprefix("step-")) if found else None
 
+    def oldest(self) -> int | None:
+        """Return the step of the oldest undamaged checkpoint."""
+        self.wait()
+        found = find_undamaged(lambda: self._until(math.inf)[::-1], set_aside)
+        return int(found.folder.name.removeprefix("step-")) if found else None
+
     def _until(self, step: float) -> list[Path]:
         """Return the checkpoints up to a step, the newest first."""
         if steps := [each for each in complete_steps(self.folder) if each <= step]:
@@ -268,10 +298,10 @@ def find_undamaged(
     locks: list[AbstractContextManager] = [nullcontext()]
 
     def choose() -> Path | None:
-        for folder in list_candidates():
-            if folder not in tried:
+        while fresh := [folder for folder in list_candidates() if folder not in tried]:
+            for folder in fresh:
                 tried.add(folder)
-                with suppress(Damaged):
+                with suppress(Damaged, Unreadable):  # which the check reports
                     locks.append(lock(folder))
                 if is_checkpoint(folder):  # else it was removed meanwhile
                     return folder
@@ -279,12 +309,38 @@ def find_undamaged(
 
     while folder := from_first_rank(choose):
         try:
-            on_all_ranks(partial(check_files, folder, dist.get_rank(), dist.get_world_size()))
+            check_together(folder)
             return Found(folder, locks[-1])
         except Damaged as error:
             aside = f"; set aside as {from_first_rank(partial(set_aside, folder))}" if set_aside else ""
             logger.warning("%s%s; taking the one before", error, aside)
     return None
+
+
+def check_together(folder: Path) -> None:
+    """Check the files of a checkpoint on all ranks together, again after errors that may pass.
+
+    Raises Damaged, on all ranks; Unreadable where the errors stay, or a file is missing on some ranks only.
+    """
+    for pause in (*READ_SECONDS, None):
+        try:
+            return on_all_ranks(partial(check_files, folder, dist.get_rank(), dist.get_world_size()))
+        except Missing as error:
+            try:
+                names = [MANIFEST, *read_manifest(folder)["files"]]
+            except (Damaged, Unreadable):
+                names = [MANIFEST]
+            missing: list[Any] = [None] * dist.get_world_size()
+            dist.all_gather_object(missing, [name for name in names if not (folder / name).exists()])
+            if set.intersection(*map(set, missing)):
+                raise
+            problem = f"{error} on some ranks, and there on others: is the folder shared by all nodes?"
+        except Unreadable as error:
+            problem = str(error)
+        if pause is None:
+            raise Unreadable(problem)
+        logger.warning("%s; reading it again in %d s", problem, pause)
+        time.sleep(pause)
 
 
 def find_checkpoint(key: str, text: str) -> Found:

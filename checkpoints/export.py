@@ -12,6 +12,7 @@ W longitudes.
 
 import json
 import logging
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -88,6 +89,7 @@ def export_model(target: Path, step: OneStep, trained: Trained, selection: Selec
     save_file(weights, target / WEIGHTS, metadata={"format": "pt"})
     plain = replace(config, lora=Lora(), checkpoint=replace(config.checkpoint, initial_load_path=""))
     (target / "config.toml").write_text(to_toml(plain))
+    shutil.copymode(target / "config.toml", target / WEIGHTS)  # safetensors writes for its user alone
     (target / "model.json").write_text(json.dumps(about, indent=1))
     identity = Identity.of(trained.folder).more
     export_program(target / "model.pt2", step, about)

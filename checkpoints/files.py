@@ -37,7 +37,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from errors import ConfigError, DataError, as_user_error, refuse
+from errors import ConfigError, DataError, RunFailed, as_user_error, refuse
 from jobs.durable_files import write_durably
 from parallelisms.mesh import copy_part
 
@@ -71,15 +71,28 @@ class Damaged(DataError):
     """Error of a damaged checkpoint: file and reason."""
 
 
+class Missing(Damaged):
+    """Error of a file that this rank does not see."""
+
+
+class Unreadable(RunFailed):
+    """Error of the disk or the network, which says nothing about the file and may pass."""
+
+
 @contextmanager
 def read_errors(path: Path) -> Iterator[None]:
-    """Convert an OSError to one line: DataError without permission, Damaged for every other failure."""
+    """Convert an OSError to one line: DataError without permission, Missing for a file that is not there,
+    Unreadable for every other failure (ESTALE, EIO, EMFILE).
+    """
     try:
         yield
     except PermissionError as error:
         raise as_user_error(error, path) from None
+    except (FileNotFoundError, NotADirectoryError, IsADirectoryError) as error:
+        raise Missing(f"{error.filename or path}: cannot be read: {error.strerror or error}") from None
     except OSError as error:
-        raise Damaged(f"{error.filename or path}: cannot be read: {error.strerror or error}") from None
+        reason = f"cannot be read now: {error.strerror or error}"
+        raise Unreadable(f"{error.filename or path}: {reason}; start again when that is repaired") from None
 
 
 # -- names ---------------------------------------------------------------------------------------------
@@ -177,7 +190,7 @@ def check_files(folder: Path, part: int = 0, parts: int = 1) -> None:
         for name, expected in sorted(read_manifest(folder)["files"].items())[part::parts]:
             path = folder / name
             if not path.is_file():
-                raise Damaged(f"{path}: is missing")
+                raise Missing(f"{path}: is missing")
             if (size := path.stat().st_size) != expected["bytes"]:
                 raise Damaged(f"{path}: has {size} bytes, {expected['bytes']} were written")
             if crc32_of(path) != expected["crc32"]:
@@ -288,7 +301,7 @@ def remove(folder: Path, even_if_read: bool = False) -> None:
     if not manifest.exists():
         return  # damaged
     doomed = folder.with_name(folder.name + DELETING)
-    with manifest.open("rb") as file:
+    with manifest.open("rb+") as file:  # NFS gives an exclusive lock to a writer alone
         try:
             if not even_if_read:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -316,13 +329,16 @@ def prune(folder: Path, keep: int) -> None:
 def clear_leftovers(folder: Path) -> None:
     """Delete checkpoints that a killed run was writing or deleting; log entries that no run has made.
 
-    An empty folder with the name of a checkpoint is deleted: a save of that step needs the name.
+    A save needs the name of its step: an empty folder with that name is deleted, and one that lacks the
+    files of a checkpoint, as after an interrupted removal, is set aside.
     """
     for path in sorted(folder.iterdir()):
         if not is_own(path) or not OWN_NAME.match(path.name):
             logger.warning("%s: was not made by a run; left alone", path)
         elif COMPLETE.match(path.name) and not any(path.iterdir()):
             path.rmdir()
+        elif COMPLETE.match(path.name) and not is_checkpoint(path):
+            logger.warning("%s: lacks files of a checkpoint; set aside as %s", path, set_aside(path))
         elif path.name.endswith((INCOMPLETE, DELETING)):
             logger.warning("%s: left by a run that was stopped; removed", path)
             shutil.rmtree(path)
@@ -333,5 +349,6 @@ def set_aside(folder: Path) -> Path:
     aside = folder.with_name(folder.name + DAMAGED)
     while aside.exists():
         aside = aside.with_name(aside.name + "-again")
-    os.replace(folder, aside)
+    with suppress(FileNotFoundError):  # another process has removed it
+        os.replace(folder, aside)
     return aside

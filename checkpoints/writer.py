@@ -6,6 +6,7 @@ final name. DCP raises an error of one rank on all of them.
 """
 
 import atexit
+import ctypes
 import io
 import logging
 import os
@@ -139,6 +140,9 @@ class ProcessGroupInfo:
         logging.disable(logging.WARNING)  # torch logs every request and tensor; errors go to the trainer
         # When the trainer has ended, multiprocessing would print the EOFError of its pipe.
         sys.stderr = open(os.devnull, "w")
+        ctypes.CDLL(None).prctl(
+            1, signal.SIGKILL
+        )  # PR_SET_PDEATHSIG: it ends with the thread that started it
         threading.Thread(target=end_with, args=(self.trainer,), daemon=True).start()
         os.nice(10)  # training goes first
         torch.set_num_threads(1)
@@ -170,7 +174,8 @@ class CheckpointProcess:
         resource_tracker.ensure_running()  # at its first start it unblocks SIGINT and SIGTERM in its thread
         # The thread inherits what is blocked, and the process from the thread.
         blocked = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
-        self.started = ThreadPoolExecutor(1).submit(_async_process_executor._AsyncCheckpointProcess, info)
+        self.thread = ThreadPoolExecutor(1)  # with which the process would end
+        self.started = self.thread.submit(_async_process_executor._AsyncCheckpointProcess, info)
         signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
         _async_process_executor._CHECKPOINT_PROCESS = cast(Any, self)
         atexit.register(self.close)  # before multiprocessing waits for a process that ignores SIGTERM

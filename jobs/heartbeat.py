@@ -12,7 +12,8 @@ from typing import Any
 ROOT = str(Path(__file__).parent.parent)
 TORCH_DISTRIBUTED = f"torch{os.sep}distributed{os.sep}"
 WAITS = {"log", "agree"}  # phases that wait for the device or for an agreement, and so for other ranks
-LONG_PHASES = {"start", "validation", "checkpoint", "end"}  # limited by comm.timeout_seconds
+# Limited by comm.timeout_seconds: a new length of rollouts ("stage") compiles again.
+LONG_PHASES = {"start", "stage", "validation", "checkpoint", "rollback", "end"}
 
 
 class Activity:

@@ -5,9 +5,11 @@ python -m jobs.torchrun --nproc-per-node 4 [--nnodes 2 --node-rank 0 --rdzv-endp
 
 import logging
 import os
+import re
 import signal
 import socket
 import sys
+from contextlib import suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -25,6 +27,7 @@ from errors import (
     handle_stop_signals,
     one_line_errors,
     print_message,
+    refuse,
     signal_before_first_step,
 )
 
@@ -45,7 +48,7 @@ JOIN_SECONDS = 900  # longest time that the nodes of a job wait for each other
 class Node(StaticTCPRendezvous):
     """Static rendezvous; its store listens at the endpoint alone, and no rank restarts after a signal."""
 
-    stopping, attempt, log_folder = False, -1, Path()
+    stopping, have_met, attempt, log_folder = False, False, -1, Path()
 
     def __init__(self, given: RendezvousParameters) -> None:
         host, _, port = given.endpoint.rpartition(":")
@@ -68,7 +71,9 @@ class Node(StaticTCPRendezvous):
             self.master_port = listener.getsockname()[1]
             options = {"is_master": True, "timeout": self.timeout, "master_listen_fd": listener.detach()}
             self._store = TCPStore(self.master_addr, self.master_port, self.world_size, **options)
-        return super().next_rendezvous()
+        met = super().next_rendezvous()
+        Node.have_met = True
+        return met
 
 
 def forward_signal(number: int, *_: object) -> None:
@@ -93,6 +98,13 @@ def run_ranks(argv: list[str]) -> int:
     """Run the ranks of this node and return their exit code. Raises RunFailed if the nodes do not meet."""
     args = parse_args(["--rdzv-endpoint=127.0.0.1:0", "--signals-to-handle=SIGQUIT", *argv])
     args.rdzv_backend, args.rdzv_conf = BACKEND, f"rank={args.node_rank}"
+    host = args.rdzv_endpoint.rpartition(":")[0]
+    is_name = not re.fullmatch(r"localhost|[\d.]+|.*:.*", host)
+    if args.node_rank == 0 and args.nnodes != "1" and is_name:
+        with suppress(OSError):  # Debian names the host itself 127.0.1.1 in /etc/hosts
+            if (address := socket.gethostbyname(host)).startswith("127."):
+                reason = f"on this node {host} is {address}, which no other node reaches"
+                refuse("RDZV_ENDPOINT", args.rdzv_endpoint, f"{reason}; name another address")
     try:
         run(args)
     except ChildFailedError as error:
@@ -109,8 +121,11 @@ def run_ranks(argv: list[str]) -> int:
             print(f"  {reason}", file=sys.stderr) if reported else print_message(reason)
         return FAILED
     except (DistError, OSError) as error:
-        reason = f"the nodes did not meet there: {str(error).splitlines()[0]}"
-        raise RunFailed(f"RDZV_ENDPOINT = {args.rdzv_endpoint!r}: {reason}") from None
+        reason = f"{type(error).__name__}: {str(error).splitlines()[0]}"
+        if Node.have_met:
+            raise RunFailed(f"the launcher of the ranks failed ({reason})") from None
+        place = f"RDZV_ENDPOINT = {args.rdzv_endpoint!r}"
+        raise RunFailed(f"{place}: the nodes did not meet there: {reason}") from None
     return EXIT_SAVED if any(Path(args.log_dir).glob(f"*/attempt_{Node.attempt}/{SAVED}")) else 0
 
 

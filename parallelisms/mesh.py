@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
 from config import Parallelism
-from errors import DataError, UserError, as_user_error
+from errors import DataError, RunFailed, UserError, as_user_error
 from parallelisms.degrees import AXES, Degrees, resolve_degrees
 from parallelisms.peer_messages import use_plain_messages
 
@@ -159,7 +159,9 @@ def mesh_of(parallelism: Parallelism, device: torch.device) -> Mesh:
 
 
 def from_first_rank(compute: Callable[[], T]) -> T:
-    """Return the result of `compute` on rank 0 on every rank; its UserError is raised on every rank."""
+    """Return the result of `compute` on rank 0 on every rank; its UserError, RunFailed, or OSError as
+    RunFailed, is raised on every rank.
+    """
     answer: list[Any] = [None, None]
     if dist.get_rank() == 0:
         answer = list(_result_or_error(compute))
@@ -171,7 +173,9 @@ def from_first_rank(compute: Callable[[], T]) -> T:
 
 
 def on_all_ranks(compute: Callable[[], T]) -> T:
-    """Return what `compute` returns on this rank; a UserError of any rank is raised on every rank."""
+    """Return what `compute` returns on this rank; a UserError, RunFailed, or OSError as
+    RunFailed, of any rank is raised on every rank.
+    """
     result, problem = _result_or_error(compute)
     problems: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(problems, problem)
@@ -180,12 +184,14 @@ def on_all_ranks(compute: Callable[[], T]) -> T:
     return cast(T, result)
 
 
-def _result_or_error(compute: Callable[[], T]) -> tuple[T | None, tuple[type[UserError], str] | None]:
+def _result_or_error(compute: Callable[[], T]) -> tuple[T | None, tuple[type[Exception], str] | None]:
     try:
         return compute(), None
     except PermissionError as error:
         return None, (DataError, str(as_user_error(error)))
-    except UserError as error:
+    except OSError as error:
+        return None, (RunFailed, f"{error}; start again when that is repaired")
+    except (UserError, RunFailed) as error:
         # Not the error itself: where dask's tblib is installed, exceptions are pickled as code.
         return None, (type(error), str(error))
 

@@ -302,9 +302,9 @@ def test_the_locks_are_those_of_the_declared_requirements() -> None:
 
 
 def test_every_import_is_a_declared_requirement() -> None:
-    """Pillow comes with matplotlib, crc32c with numcodecs; mlflow-skinny is mlflow without its pages."""
+    """Pillow comes with matplotlib, crc32c with numcodecs."""
     names = {r.name.lower().replace("-", "_") for r in chain.from_iterable(declared().values())}
-    names |= {"pil", "crc32c", "mlflow"}
+    names |= {"pil", "crc32c"}
     for name, path in sources().items():
         if name.split(".")[0] not in ("tests", "benchmarks"):
             roots = {found.split(".")[0] for found in imported_names(parsed(path))}

@@ -16,7 +16,7 @@ import evaluate
 from checkpoints.files import MANIFEST, complete_steps, read_manifest
 from checkpoints.identity import plain_units
 from datasets.remote import NO_OPTIONS
-from errors import ConfigError, DataError, UserError
+from errors import ConfigError, DataError, RunFailed, UserError
 from planning.start_checks import open_checked
 from tests.planned import run_forecast, run_train
 from tests.sample_archives import weatherbench
@@ -148,7 +148,7 @@ def test_a_second_run_is_refused_without_checkpoints_too(trained, monkeypatch, t
     assert contents(folder) == before
     shutil.rmtree(folder / "checkpoints")
     lock = lock_folder(folder)
-    with pytest.raises(ConfigError, match="another run writes there"):
+    with pytest.raises(RunFailed, match="another run writes there"):
         run_train(*options, "--checkpoint.enable", "false")
     lock.close()
 

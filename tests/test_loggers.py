@@ -1,4 +1,4 @@
-"""Loggers of TensorBoard, W&B, MLflow and Prometheus, read with their own readers."""
+"""Loggers of TensorBoard, W&B and Prometheus, read with their own readers."""
 
 import json
 import math
@@ -119,17 +119,16 @@ def test_a_store_that_only_appends_is_told_each_step_once(tmp_path):
     assert start(2, 8, store="elsewhere").id == "b" and start(0, 8, store="elsewhere").id == "c"
 
 
-# -- Weights & Biases, MLflow: one run across a resume
+# -- Weights & Biases: one run across a resume
 
 
 @pytest.fixture(scope="module")
 def resumed(tmp_path_factory) -> Path:
     """The folder of a run of 8 steps that took steps 5 and 6 twice."""
     pytest.importorskip("wandb", reason="requirements-extras.txt")
-    pytest.importorskip("mlflow", reason="requirements-extras.txt")
     folder = tmp_path_factory.mktemp("loggers")
     run, config = folder / "run", write_config(folder)
-    options = run_options(config, run, "--checkpoint.interval", "4", '--metrics.loggers=["wandb", "mlflow"]')
+    options = run_options(config, run, "--checkpoint.interval", "4", '--metrics.loggers=["wandb"]')
     options += ["--validation.enable", "--validation.lead_hours", "[6]"]
     options += ["--data.validation_period", '["2020-01-10", "2020-01-10"]']
     run_train(*options, "--training.steps", "6")
@@ -137,18 +136,6 @@ def resumed(tmp_path_factory) -> Path:
     run_train(*options, "--training.steps", "8")
     assert sorted(losses(run)) == list(range(1, 9))
     return run
-
-
-@pytest.mark.slow
-def test_mlflow_has_the_losses_of_the_run_once(resumed):
-    from mlflow import MlflowClient  # type: ignore[reportMissingImports]
-
-    client = MlflowClient(tracking_uri=(resumed / "mlflow").as_uri())
-    (experiment,) = [each for each in client.search_experiments() if each.name == "rossby"]
-    (run,) = client.search_runs([experiment.experiment_id])
-    history = client.get_metric_history(run.info.run_id, "train/loss")
-    assert [(each.step, each.value) for each in history] == sorted(losses(resumed).items())
-    assert run.info.status == "FINISHED" and run.data.params["model.dim"] == "16"
 
 
 def wandb_rows(file: Path) -> list[dict[str, float]]:

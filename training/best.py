@@ -19,6 +19,7 @@ from checkpoints.checkpointer import Checkpointer
 from checkpoints.files import INCOMPLETE, MANIFEST, complete_steps, remove, step_folder
 from config import Config
 from jobs.durable_files import write_durably
+from jobs.heartbeat import span
 from parallelisms.mesh import from_first_rank
 
 logger = logging.getLogger(__name__)
@@ -38,7 +39,8 @@ class Best:
         value = from_first_rank(lambda: record[self.name])  # the same number on all ranks
         if not value < self.value:  # NaN is no improvement
             return
-        checkpointer.wait()
+        with span("checkpoint"):
+            checkpointer.wait()
         checkpoint = step_folder(checkpointer.folder, step)
         if from_first_rank(lambda: self._keep(checkpoint, step, value)):
             self.value, self.step = value, step

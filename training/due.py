@@ -28,19 +28,17 @@ class Schedule:
     log: int
     save: int
     validate: int
-    keeps_best: bool = False  # validations choose the best checkpoint, which is saved before each
 
     @classmethod
     def of(cls, config: Config) -> Self:
         save = config.checkpoint.interval if config.checkpoint.enable else 0
-        validate, best = config.validation.interval, bool(config.checkpoint.keep_best)
-        return cls(config.training.steps, config.metrics.log_freq, save, validate, best)
+        return cls(config.training.steps, config.metrics.log_freq, save, config.validation.interval)
 
     def at(self, step: int, asked_to_stop: bool = False) -> Due:
         """Return the actions after step `step`, without the validation at the end of the run."""
         last, validate = step == self.last, every(self.validate, step)
-        save = asked_to_stop or last or every(self.save, step)
-        save = bool(self.save) and (save or (self.keeps_best and validate))
+        # Before a validation, too, which may take long, may be ended, and may find the best checkpoint.
+        save = bool(self.save) and (asked_to_stop or last or validate or every(self.save, step))
         log = last or every(self.log, step)
         validate = validate and not last and not asked_to_stop
         return Due(last, save or log, log, every(COLLECT_EVERY, step), save, validate)

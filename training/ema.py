@@ -5,6 +5,7 @@ from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 
 class EMA:
@@ -21,8 +22,12 @@ class EMA:
     def update(self, step: int) -> None:
         """Update the averages after step `step` (from 1), faster early on to forget the initial weights."""
         decay = min(self.decay, (1 + step) / (10 + step))
-        for name, average in self.averages.items():
-            average.lerp_(self.parameters[name].detach(), 1 - decay)
+        weights = [self.parameters[name].detach() for name in self.averages]
+        averages = [*self.averages.values()]
+        local = [
+            [t.to_local() if isinstance(t, DTensor) else t for t in some] for some in (averages, weights)
+        ]
+        torch._foreach_lerp_(local[0], local[1], 1 - decay)  # type: ignore[reportPrivateImportUsage]
 
     @torch.no_grad()
     def restart(self, names: Iterable[str]) -> None:

@@ -11,7 +11,7 @@ from checkpoints.files import step_folder, stored_tensors
 from checkpoints.initial_weights import start_from
 from config import Config
 from datasets.grid import Grid
-from training.bad_steps import TrainingDiverged
+from training.bad_steps import WINDOW, TrainingDiverged
 from training.state import OPTIONAL, TrainState
 
 logger = logging.getLogger(__name__)
@@ -78,6 +78,9 @@ class Restart:
         """
         bad_steps, progress = self.state.bad_steps, self.state.progress
         step = self.checkpointer.newest(bad_steps.first - 2) if self.checkpointer else None
+        if self.checkpointer and step is None:  # pruned: a later one, if the step after it was good
+            oldest = self.checkpointer.oldest()
+            step = None if oldest is None or bad_steps.bad[(oldest + 1) % WINDOW] else oldest
         if self.checkpointer is None or step is None or step == progress.went_back_to:
             again = f"going back to step {step} and taking other samples did not help"
             tried = again if step else "no checkpoint to go back to"

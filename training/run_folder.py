@@ -4,28 +4,40 @@ import fcntl
 import json
 import logging
 import platform
+import socket
 import time
+import uuid
 from datetime import UTC, datetime
+from hashlib import sha256
 from pathlib import Path
 from typing import IO, Any
 
+import numpy as np
+import tomli
 import torch
 import torch.distributed as dist
 
 from checkpoints.checkpointer import Checkpointer
-from checkpoints.identity import check_resume, describe
+from checkpoints.identity import check_resume, describe, plain, with_defaults
 from command_line import to_toml
 from config import Config
+from datasets.options import check_disjoint
 from datasets.selection import Selection
 from datasets.statistics import Numbers, Statistics
-from errors import ConfigError, RunFailed
+from errors import ConfigError, RunFailed, format_value, refuse
 from jobs.durable_files import append_whole, write_durably
 from jobs.journal import read_records
 from parallelisms.degrees import Degrees
-from parallelisms.mesh import from_first_rank
+from parallelisms.mesh import from_first_rank, on_all_ranks
 
 logger = logging.getLogger(__name__)
 PATIENCE = 5.0  # seconds to wait for the end of the previous run
+SHARED_SECONDS = 10.0  # in which every rank has to see what rank 0 has written: NFS remembers what was absent
+PLACES = ("job.", "data.store_path", "checkpoint.initial_load_path")  # keys that change no weights
+
+
+class InUse(ConfigError):
+    """Error of a folder that another process has locked."""
 
 
 class RunFolder:
@@ -37,23 +49,61 @@ class RunFolder:
     def __init__(self, config: Config, selection: Selection) -> None:
         self.config, self.selection, self.path = config, selection, config.dump_folder
         self.lock: list[IO[str]] = []  # the first rank's
-        from_first_rank(lambda: self.lock.append(lock_folder(self.path)))
+        if dist.get_world_size() > 1:
+            compare_ranks(config, selection)
+        from_first_rank(self._lock)
+        if dist.get_world_size() > 1:
+            check_shared(self.path)
         self.before = from_first_rank(lambda: check_resume(config, selection))
+        self.settings_before = from_first_rank(lambda: read_settings(self.path / "config.toml"))
+        self._check_periods()
 
     @property
     def resumed_statistics(self) -> Numbers | None:
         """Return the statistics with which the weights to resume from were trained."""
         return self.before and self.before.statistics
 
+    def _lock(self) -> None:
+        try:
+            self.lock.append(lock_folder(self.path))
+        except InUse as error:  # perhaps by a node that is lost: NFS keeps its lock for a while
+            raise RunFailed(str(error)) from None
+
+    def _check_periods(self) -> None:
+        """Raise ConfigError where dates of validation or test are among those that the run was trained on."""
+        trained = self.settings_before.get("data.train_period")
+        if self.before and trained:
+            data = self.config.data
+            for name in ("validation_period", "test_period"):
+                periods = {
+                    "data.train_period of the start before": trained,
+                    f"data.{name}": getattr(data, name),
+                }
+                check_disjoint(periods)
+
     def begin(self, step: int, layout: dict[str, int]) -> None:
-        """Write the configuration, and a line of starts.jsonl: first step, place and time."""
+        """Write the configuration, and a line of starts.jsonl: first step, place, time, and the settings that
+        have changed since the start before.
+        """
         if dist.get_rank():
             return
         for warning in start_warnings(self.config, Degrees(**layout).uses_fsdp):
             logger.warning(warning)
+        now, changed = flatten(plain(self.config)), {}
+        for key, value in self.settings_before.items() if step else ():
+            if value != now.get(key) and not key.startswith(PLACES):
+                changed[key] = [value, now.get(key)]
+                logger.warning(f"{key} {value!r} -> {now.get(key)!r} from step {step} on")
+        if is_done := step >= self.config.training.steps:
+            logger.warning(f"nothing left to train: {self.path} has step {step} of training.steps already")
         try:
-            write_durably(self.path / "config.toml", to_toml(self.config))
-            append_whole(self.path / "starts.jsonl", json.dumps(self._start(step, layout)) + "\n")
+            if not is_done:  # else it describes what was trained
+                write_durably(self.path / "config.toml", to_toml(self.config))
+            start = self._start(step, layout) | ({"changed": changed} if changed else {})
+            if start["reached"] <= step - self.config.metrics.log_freq:
+                lost = f"the lines of steps {start['reached'] + 1} to {step} are missing"
+                logger.warning(f"{self.path / 'metrics.jsonl'}: {lost}, as after a copy or a full disk")
+            append_whole(self.path / "starts.jsonl", json.dumps(start) + "\n")
         except OSError as error:
             raise RunFailed(
                 f"{self.path}: cannot be written to ({error}); make room, then start again"
@@ -111,6 +161,63 @@ def start_warnings(config: Config, is_sharded: bool = True) -> list[str]:
     return warnings
 
 
+def flatten(values: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    """Return {"optimizer.lr": 0.01} for {"optimizer": {"lr": 0.01}}."""
+    return {f"{section}.{key}": value for section, keys in values.items() for key, value in keys.items()}
+
+
+def read_settings(file: Path) -> dict[str, Any]:
+    """Return the settings of the start before, {} without a file that can be read."""
+    try:
+        return flatten(with_defaults(tomli.loads(file.read_text())))
+    except (OSError, ValueError, TypeError):
+        return {}
+
+
+def compare_ranks(config: Config, selection: Selection) -> None:
+    """Raise ConfigError on all ranks where one has other settings or data than rank 0."""
+    archive = selection.archive
+    dates = [
+        archive.times[rows].astype(np.int64).tobytes() for rows in (selection.train, selection.validation)
+    ]
+    first = archive.read(int(selection.train[0]), selection.variables).tobytes()
+    mine = flatten(plain(config)) | {
+        "the data of data.path": sha256(b"".join([*dates, first])).hexdigest()[:16]
+    }
+    settings: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(settings, mine)
+    for rank, theirs in enumerate(settings):
+        for key in settings[0]:
+            if theirs.get(key) != settings[0][key]:
+                reason = f"on rank {rank}, and {format_value(settings[0][key])} on rank 0"
+                refuse(
+                    key, theirs.get(key), f"{reason}: start all ranks with the same configuration and data"
+                )
+
+
+def check_shared(folder: Path) -> None:
+    """Raise ConfigError on all ranks where one of them does not see what rank 0 writes into the folder."""
+    file, host = folder / ".shared", from_first_rank(socket.gethostname)
+    token = from_first_rank(lambda: uuid.uuid4().hex)
+    from_first_rank(lambda: write_durably(file, token))
+
+    def look() -> None:
+        deadline = time.monotonic() + SHARED_SECONDS
+        while not (file.is_file() and file.read_text() == token):
+            if time.monotonic() > deadline:
+                place = f"rank {dist.get_rank()} on {socket.gethostname()}"
+                reason = (
+                    f"{place} does not see what rank 0 on {host} writes; name a folder that all nodes share"
+                )
+                refuse("job.dump_folder", str(folder), reason)
+            time.sleep(0.2)
+
+    try:
+        on_all_ranks(look)
+    finally:
+        from_first_rank(lambda: file.unlink(missing_ok=True))
+
+
 def lock_folder(folder: Path) -> IO[str]:
     """Create a folder if needed, and lock it until the returned file is closed. Raises ConfigError."""
     try:
@@ -126,7 +233,7 @@ def lock_folder(folder: Path) -> IO[str]:
             if time.monotonic() > deadline:
                 file.close()
                 reason = "another run writes there; wait for it, or choose another job.dump_folder"
-                raise ConfigError(f"{folder}: {reason}") from None
+                raise InUse(f"{folder}: {reason}") from None
             time.sleep(0.1)
         except OSError as error:
             logger.warning(

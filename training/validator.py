@@ -2,6 +2,7 @@
 
 import logging
 import time
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 
 import numpy as np
@@ -19,7 +20,7 @@ from training.samples import Samples
 from training.step import Run
 from verification.baselines import FIT_SAMPLES, MIN_FIT_SAMPLES, fit_baselines
 from verification.rollout import model_forecast
-from verification.validation import Example, Scores, Validation
+from verification.validation import Example, Scores, Validation, ValidationEnded
 
 logger = logging.getLogger(__name__)
 FIT_BYTES = 2**34  # of training data that the baselines are fitted on, if these are enough dates
@@ -81,16 +82,24 @@ class Validator:
         if step and every(self.settings.interval, step) and not self.metrics.has_scores(step):
             self.validate(step)
 
-    def validate(self, step: int, is_last: bool = False) -> Scores | None:
+    def validate(
+        self, step: int, is_last: bool = False, is_ended: Callable[[], bool] | None = None
+    ) -> Scores | None:
         """Score the weights after `step` once, write the scores, and compare them with the best so far.
 
-        Returns None without validation. Plots after the last step.
+        is_ended: asked before each batch; True ends the validation without scores. Returns None then, and
+        without validation. Plots after the last step.
         """
         if self.validation is None:
             return None
         self.model.train(False)
         if not self.validated or self.validated[0] != step:
-            self.validated = step, self._score(self.validation, step)
+            try:
+                self.validated = step, self._score(self.validation, step, is_ended)
+            except ValidationEnded:
+                logger.info(f"the validation of step {step} is ended; the next start repeats it")
+                self.model.train()
+                return None
         scores = self.validated[1]
         if self.settings.plots and is_last:
             with return_memory(self.model.device), self._averaged():  # on all ranks: they share the model
@@ -101,7 +110,7 @@ class Validator:
         self.metrics.start_interval()
         return scores
 
-    def _score(self, validation: Validation, step: int) -> Scores:
+    def _score(self, validation: Validation, step: int, is_ended: Callable[[], bool] | None) -> Scores:
         state, checkpointer, started = self.run.state, self.run.checkpointer, time.monotonic()
         if checkpointer:
             checkpointer.wait_for_staging()  # averages replace weights that are still being copied
@@ -117,9 +126,9 @@ class Validator:
                 baselines = fit_baselines(archive, selection.variables, fitted, mean_field, self.leads)
         with return_memory(self.model.device), span("validation"):
             with self._averaged():
-                scores = validation.run(forecast, baselines, loss)
+                scores = validation.run(forecast, baselines, loss, is_ended)
             if state.average:
-                raw = validation.run(forecast, {}, loss)
+                raw = validation.run(forecast, {}, loss, is_ended)
                 scores.by_forecast["raw weights"] = raw.by_forecast["model"]
         self.seconds = time.monotonic() - started
         logger.info(f"validated {max(scores.num_dates)} dates in {self.seconds:.1f} s")

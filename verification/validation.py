@@ -74,6 +74,10 @@ class Scores:
         return table(combine(self.by_forecast), "rmse", f"validation over {dates}")
 
 
+class ValidationEnded(Exception):
+    """Raised where the run has to end."""
+
+
 class Validation:
     """The samples of a period (window, and the truth at every lead), and the baselines' errors once known."""
 
@@ -111,8 +115,16 @@ class Validation:
         self.known: dict[str, xr.Dataset] = {}
 
     @torch.no_grad()
-    def run(self, model: Forecast, baselines: dict[str, Forecast], loss: Loss) -> Scores:
-        """Score the model, and the first time the baselines."""
+    def run(
+        self,
+        model: Forecast,
+        baselines: dict[str, Forecast],
+        loss: Loss,
+        is_ended: Callable[[], bool] | None = None,
+    ) -> Scores:
+        """Score the model, and the first time the baselines. Raises ValidationEnded if `is_ended`, which is
+        asked before each batch, is True.
+        """
         forecasts = {"model": model, **({} if self.known else baselines)}
         # Statistics of each date (n, L, V, 1, S), 0 for dates of other ranks.
         shape = (self.num_samples, len(self.lead_steps), len(self.variables), 1)
@@ -124,6 +136,8 @@ class Validation:
         losses = torch.zeros((2, self.num_samples), dtype=torch.float64, device=self.device)
         batches = zip(self.sampler.batches, self.loader, strict=True)
         for indices, (fields, times) in batches:
+            if is_ended and is_ended():
+                raise ValidationEnded
             fields, times = self.dataset.unpack(fields.to(self.device)), times.to(self.device)
             window, truths = split_sample(fields, self.history)
             state = fields[:, 0]

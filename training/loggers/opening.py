@@ -16,7 +16,6 @@ from errors import refuse, without_secrets
 logger = logging.getLogger(__name__)
 EXTRAS = {  # as in requirements-extras.txt
     "wandb": "wandb==0.30.0",
-    "mlflow": "mlflow-skinny==3.17.2",
     "prometheus": "prometheus-client==0.26.0",
 }
 
@@ -58,7 +57,11 @@ class Loggers:
 
     def open(self, name: str, module: str, *arguments: Any) -> None:
         """Open the `Logger` of a module in this folder, which may import an extra package."""
-        if opened := self._try(name, import_module(f"training.loggers.{module}").Logger, *arguments):
+
+        def create() -> Any:
+            return import_module(f"training.loggers.{module}").Logger(*arguments)
+
+        if opened := self._try(name, create):
             self.loggers[name] = opened
 
     def call(self, method: str, *arguments: Any) -> None:

@@ -1,0 +1,314 @@
+"""Effects of a cluster on a run: folders apart, passing errors, other settings, lost names of checkpoints."""
+
+import errno
+import fcntl
+import json
+import os
+import signal
+import subprocess
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+
+from checkpoints import checkpointer as saving
+from checkpoints import files
+from checkpoints.checkpointer import find_undamaged
+from checkpoints.files import Unreadable, clear_leftovers, complete_steps, prune, step_folder
+from config import Config, Optimizer
+from errors import EXIT_SAVED, ConfigError, RunFailed
+from jobs import torchrun
+from jobs.heartbeat import activity
+from tests.planned import run_train
+from tests.started_jobs import ROOT, last_step, records, run_options, small_dataset, small_wave, write_config
+from tests.test_checkpoint import Run, build  # noqa: F401  (a fixture)
+from tests.test_restart import save_two
+from training import run_folder
+from training.loggers.opening import Loggers
+from training.process_settings import seed_step
+from training.restart import Restart
+from verification import validation
+
+
+@pytest.fixture(autouse=True)
+def no_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(saving, "READ_SECONDS", (0, 0, 0))
+    monkeypatch.setattr(saving, "RETRY_SECONDS", (0, 0))
+
+
+# -- reading checkpoints
+
+
+@pytest.mark.parametrize("code", [errno.ESTALE, errno.EIO, errno.EMFILE])
+@pytest.mark.parametrize("times", [2, 100])
+def test_a_passing_read_error_is_no_damage(build, tmp_path, monkeypatch, code, times):  # noqa: F811
+    """It set every good checkpoint aside, and the run was refused for ever."""
+    Run().step_and_save(build(), 2)
+    errors, plain = [OSError(code, os.strerror(code))] * times, files.crc32_of
+
+    def crc32_of(path: Path) -> int:
+        if errors:
+            raise errors.pop()
+        return plain(path)
+
+    monkeypatch.setattr(files, "crc32_of", crc32_of)
+    if times == 2:
+        assert build().newest() == 2
+    else:
+        with pytest.raises(RunFailed, match="cannot be read now"):
+            build().newest()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000001", "step-00000002"]
+
+
+def name_found(run: Path, lost: str) -> str:
+    """What ranks find where rank 1 does not see a file of the newest checkpoint."""
+    os.chdir(run / str(dist.get_rank()))
+    saving.READ_SECONDS = (0, 0)
+    try:
+        found = find_undamaged(lambda: [Path("step-00000002"), Path("step-00000001")])
+        return found.folder.name if found else ""
+    except Unreadable as error:
+        return str(error)
+    finally:
+        os.chdir(ROOT)
+
+
+@pytest.mark.parametrize("on", [(1,), (0, 1)])
+def test_a_file_that_one_rank_alone_does_not_see_is_no_damage(ranks, tmp_path, on):
+    for rank in range(2):
+        (tmp_path / str(rank)).mkdir()
+    ranks(2).run(save_two, tmp_path / "both")
+    for rank in range(2):
+        subprocess.run(["cp", "-r", *(tmp_path / "both").iterdir(), tmp_path / str(rank)], check=True)
+        if rank in on:
+            (tmp_path / str(rank) / "step-00000002/config.toml").unlink()
+    first, second = ranks(2).run(name_found, tmp_path, "config.toml")
+    assert first == second
+    assert first == "step-00000001" if on == (0, 1) else "shared by all nodes" in first
+
+
+def test_candidates_that_were_all_pruned_are_listed_again(one_rank, tmp_path):
+    """Of a run with keep_latest_k = 1."""
+    save_two(tmp_path)
+    listings = iter([[step_folder(tmp_path, 7)], [step_folder(tmp_path, 8), step_folder(tmp_path, 2)]])
+    found = find_undamaged(lambda: next(listings, []))
+    assert found and found.folder.name == "step-00000002"
+
+
+def test_a_checkpoint_that_is_read_is_kept_where_locks_need_a_writer(one_rank, tmp_path, monkeypatch):
+    """NFS refuses an exclusive lock of a file that is open for reading: what a forecast read was removed."""
+    save_two(tmp_path)
+    plain = fcntl.flock
+
+    def flock(file: Any, kind: int) -> None:
+        if kind & fcntl.LOCK_EX and not file.writable():
+            raise OSError(errno.EBADF, "Bad file descriptor")
+        plain(file, kind)
+
+    with files.lock(step_folder(tmp_path, 1)):
+        monkeypatch.setattr(files.fcntl, "flock", flock)
+        prune(tmp_path, 1)
+    assert complete_steps(tmp_path) == [1, 2]
+
+
+# -- writing them
+
+
+def test_a_last_save_that_fails_after_its_rename_is_there(build, tmp_path, monkeypatch):  # noqa: F811
+    """All further tries ended with "Directory not empty", and the run with 1."""
+    run, plain, failed = Run(), saving.sync_folder, []
+
+    def sync_folder(path: Path) -> None:
+        if path == tmp_path and not failed:
+            failed.append(path)
+            raise OSError(errno.EIO, "Input/output error")
+        plain(path)
+
+    monkeypatch.setattr("checkpoints.writer.sync_folder", sync_folder)
+    checkpointer = build()
+    run.step()
+    run.save(checkpointer)
+    assert checkpointer.finish(1, run.state.state_dict()) == "" and failed
+    assert complete_steps(tmp_path) == [1] and build().newest() == 1
+
+
+def test_a_step_folder_without_a_manifest_is_set_aside(tmp_path, caplog):
+    """It blocked the name of its step: code 1 after 39 s at every start."""
+    step_folder(tmp_path, 3).mkdir()
+    (step_folder(tmp_path, 3) / "__0_0.distcp").write_bytes(b"x")
+    clear_leftovers(tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["step-00000003.damaged"]
+    assert "step-00000003" in caplog.text
+
+
+def test_a_rollback_goes_to_the_oldest_checkpoint_and_may_take_long(build, monkeypatch):  # noqa: F811
+    """With few checkpoints kept there was "no checkpoint to go back to"; a load of minutes was killed."""
+    run, checkpointer = Run(), build(keep=2)
+    run.step_and_save(checkpointer, 6)
+    run.state.bad_steps.first, run.state.bad_steps.diagnosis = 4, "11 of the last 100 steps"
+    restart = Restart(checkpointer, run.state)
+    run.state.progress.step = 6
+    with activity.phase("rollback"):
+        assert activity.limit(1, 100) == 100
+        restart.roll_back()
+    assert run.state.progress.step == 5
+    activity.start_phase("stage", 7)
+    assert activity.limit(1, 100) == 100
+
+
+def test_a_logger_that_cannot_be_imported_is_a_warning(caplog):
+    loggers = Loggers()
+    loggers.open("tensorboard", "no_such_module")
+    assert "goes on without it" in caplog.text and not loggers.loggers
+
+
+# -- several nodes
+
+
+def shared_problem(run: Path) -> str:
+    os.chdir(run / str(dist.get_rank()))
+    run_folder.SHARED_SECONDS = 0.5
+    try:
+        run_folder.check_shared(Path("run"))
+        return ""
+    except ConfigError as error:
+        return str(error)
+    finally:
+        os.chdir(ROOT)
+
+
+@pytest.mark.parametrize("is_shared", [True, False])
+def test_a_dump_folder_that_ranks_do_not_share_is_refused(ranks, tmp_path, is_shared):
+    """Both ranks printed "saved step-6", and no checkpoint could be used."""
+    for rank in range(2):
+        (tmp_path / str(rank)).mkdir()
+    (tmp_path / "0/run").mkdir()
+    (tmp_path / "1/run").symlink_to(tmp_path / "0/run") if is_shared else (tmp_path / "1/run").mkdir()
+    first, second = ranks(2).run(shared_problem, tmp_path)
+    assert first == second
+    assert first == "" if is_shared else "job.dump_folder" in first and "rank 1" in first
+    assert not (tmp_path / "0/run/.shared").exists()
+
+
+class MadeUp:
+    """The parts of a selection that ranks compare."""
+
+    def __init__(self, value: float) -> None:
+        self.train, self.validation, self.variables = np.arange(3), np.arange(3, 4), ["t"]
+        self.archive = SimpleNamespace(times=np.arange(4).astype("datetime64[s]"), read=self.read)
+        self.value = value
+
+    def read(self, date: int, variables: list[str]) -> np.ndarray:
+        return np.full((1, 2, 3), self.value, np.float32)
+
+
+def other_settings(lr: float, value: float) -> str:
+    rank = dist.get_rank()
+    config, selection = Config(optimizer=Optimizer(lr=lr if rank else 1e-3)), MadeUp(value if rank else 0.0)
+    try:
+        run_folder.compare_ranks(config, selection)  # type: ignore[arg-type]
+        return ""
+    except ConfigError as error:
+        return str(error)
+
+
+@pytest.mark.parametrize(
+    ("lr", "value", "key"), [(2e-3, 0, "optimizer.lr"), (1e-3, 1, "data.path"), (1e-3, 0, "")]
+)
+def test_ranks_with_other_settings_or_data_are_refused(ranks, lr, value, key):
+    """They trained on silently."""
+    first, second = ranks(2).run(other_settings, lr, float(value))
+    assert first == second and key in first and bool(first) == bool(key)
+
+
+def test_a_name_that_leads_to_this_node_alone_is_refused(monkeypatch):
+    """The other nodes waited 900 s."""
+    monkeypatch.setattr(torchrun.socket, "gethostbyname", lambda name: "127.0.1.1")
+    with pytest.raises(ConfigError, match="RDZV_ENDPOINT.*127.0.1.1"):
+        torchrun.run_ranks(["--nnodes=2", "--node-rank=0", "--rdzv-endpoint=node0:29500", "train.py"])
+
+
+def test_gpus_that_are_not_visible_are_not_counted(tmp_path):
+    """CUDA_VISIBLE_DEVICES=0,1 on a node of eight was refused with a number that nobody had set."""
+    for name, text in (("nvidia-smi", "seq -f 'GPU %g' 8"), ("python", 'echo "$NGPU"')):
+        (tmp_path / name).write_text(f"#!/bin/sh\n{text}\n")
+        (tmp_path / name).chmod(0o755)
+    environment = os.environ | {
+        "PATH": f"{tmp_path}:{os.environ['PATH']}",
+        "ROSSBY_PYTHON": str(tmp_path / "python"),
+    }
+    for visible, number in (("0,1", "2"), ("3", "1"), (None, "8")):
+        more = {} if visible is None else {"CUDA_VISIBLE_DEVICES": visible}
+        done = subprocess.run([ROOT / "run_train.sh"], env=environment | more, capture_output=True, text=True)
+        assert done.stdout.split()[:1] == [number], done
+
+
+# -- a second start
+
+
+def test_a_second_start_says_what_has_changed(tmp_path, caplog):
+    """Another learning rate "resumed" silently, also where nothing was left to train."""
+    checkpoint = {"interval": 2, "async_mode": "disabled"}
+    config = write_config(tmp_path, training={"steps": 2}, checkpoint=checkpoint)
+    words, run = run_options(config, tmp_path / "run"), tmp_path / "run"
+    run_train(*words, "--optimizer.lr", "0.008")
+    before = (run / "config.toml").read_text()
+    run_train(*words, "--optimizer.lr", "0.002")
+    assert "nothing left to train" in caplog.text and (run / "config.toml").read_text() == before
+    run_train(*words, "--optimizer.lr", "0.002", "--training.steps", "3")
+    assert "optimizer.lr 0.008 -> 0.002 from step 2 on" in caplog.text
+    starts = [json.loads(line) for line in (run / "starts.jsonl").read_text().splitlines()]
+    assert starts[-1]["changed"] == {"optimizer.lr": [0.008, 0.002], "training.steps": [2, 3]}
+    assert "changed" not in starts[0]
+    (run / "metrics.jsonl").unlink()
+    run_train(*words, "--optimizer.lr", "0.002", "--training.steps", "4")
+    assert "the lines of steps 1 to 3 are missing" in caplog.text
+    overlap = ["--data.train_period", '["2020-01-01", "2020-01-03"]', "--training.steps", "5"]
+    overlap += ["--data.validation_period", '["2020-01-05", "2020-01-06"]']
+    with pytest.raises(ConfigError, match="overlaps data.train_period of the start before"):
+        run_train(*words, *overlap)
+
+
+def test_a_signal_ends_a_validation_between_batches(tmp_path, monkeypatch):
+    """It waited for all of it, minutes at scale, with nothing saved since the last interval."""
+    periods = {
+        "train_period": ["2020-01-01", "2020-01-05"],
+        "validation_period": ["2020-01-06", "2020-01-09"],
+    }
+    config = write_config(
+        tmp_path,
+        small_dataset({"10m_u_component_of_wind": small_wave(40)}),
+        data=periods,
+        training={"steps": 5},
+        checkpoint={"interval": 100, "async_mode": "disabled"},
+        validation={"enable": True, "interval": 2, "local_batch_size": 1, "lead_hours": [6], "plots": False},
+    )
+    calls, plain = [], validation.date_statistics
+
+    def date_statistics(*arguments: Any) -> Any:
+        calls.append(None)
+        if len(calls) == 3:
+            os.kill(os.getpid(), signal.SIGUSR1)
+        return plain(*arguments)
+
+    monkeypatch.setattr(validation, "date_statistics", date_statistics)
+    words, run = run_options(config, tmp_path / "run"), tmp_path / "run"
+    with pytest.raises(SystemExit) as end:
+        run_train(*words)
+    assert end.value.code == EXIT_SAVED and len(calls) < 6
+    assert complete_steps(run / "checkpoints") == [2] and last_step(run) == 2
+    run_train(*words)
+    assert [record["step"] for record in records(run) if "val/loss" in record] == [2, 4, 5]
+
+
+def test_stages_of_a_pipeline_draw_numbers_of_their_own():
+    """Stochastic depth dropped the same blocks of every stage."""
+    drawn = []
+    for stage in (0, 1, 0):
+        seed_step(3, 7, 0, stage)
+        drawn.append(torch.rand(4).tolist())
+    assert drawn[0] == drawn[2] != drawn[1]
