@@ -335,7 +335,10 @@ def report(evaluation: Evaluation, against: str, land: np.ndarray | None, target
     for name in variable_names(scores):
         area = select(scores, "common_area", name).fillna(1.0).min("forecast")
         if float(area.min()) <= smallest:
-            smallest, where = float(area.min()), f"{name} at {lead_hours(scores)[int(area.argmin())]} h"
+            smallest, where = (
+                float(area.min()),
+                f"{name} at {lead_hours(scores)[int(np.argmin(area.values))]} h",
+            )
             cells = "cells: those that all forecasts have, "
             cells += f"{smallest:.1%} of the truth's area for {where}, else more"
     tables = map(as_text, tables_of(scores, describe(evaluation)))

@@ -122,7 +122,7 @@ def forecast(config: Config) -> int:
         if mine:
             store.wait()
             for pair, of_leads, cause in zip(batch, status, causes, strict=True):
-                store.finish(*pair, of_leads)
+                store.finish(pair[0], pair[1], of_leads)
                 names[pair] = cause
     bar.close()
 

@@ -124,11 +124,8 @@ class Matcher:
         chunk = max(field.chunk("time") for name in variables for field, _ in truth.find(name))
         self.times_at_once = max(1, min(chunk, BLOCK_BYTES // (state * max(map(len, self.groups)))))
         # As many states are kept as valid times are in one block of dates: the next block needs most of them.
-        spans = [
-            dates[[block[0], block[-1]]] + leads[-1] * np.arange(2)
-            for block in self.blocks(range(len(dates)))
-        ]
-        inside = 1 + np.diff(np.searchsorted(truth.times, spans)).max()
+        ends = np.array([dates[[block[0], block[-1]]] for block in self.blocks(range(len(dates)))])
+        inside = 1 + np.diff(np.searchsorted(truth.times, ends + leads[-1] * np.arange(2))).max()
         kept = min(inside, KEPT_BYTES // (bytes_of(grid) * len(variables))) // self.times_at_once
         self.read_truth = lru_cache(len(self.groups) * max(1, int(kept)))(self._read_truth)
 
@@ -136,12 +133,10 @@ class Matcher:
         """Return which variables a forecast has. One without a value in some fields of its first, middle and
         last dates counts as absent: stores have NaN on levels that a model does not predict.
         """
-        forecast, lead_rows = self.forecasts[f], self.lead_rows[f][self.lead_rows[f] >= 0]
+        forecast, leads = self.forecasts[f], self.lead_rows[f][self.lead_rows[f] >= 0]
         stored = missing = [variable for variable in self.variables if variable in forecast.variables]
         dates = self.date_rows[f][np.linspace(0, len(self.dates) - 1, PROBES).astype(int)]
-        for date, lead in product(
-            np.unique(dates).tolist(), np.unique(lead_rows[[-1, 0]] if len(lead_rows) else [])
-        ):
+        for date, lead in product(np.unique(dates), np.unique([*leads[-1:], *leads[:1]])):
             if forecast.status is not None and forecast.status[date, lead] == NOT_COMPUTED:
                 continue
             names, missing = missing, []
@@ -183,19 +178,15 @@ class Matcher:
         with the largest chunks.
         """
         chunks = [forecast.block[0] for forecast in self.forecasts]
-        rows, size = (
-            self.date_rows[np.argmax(chunks)],
-            max(1, min(max(chunks), self.fields_at_once, MOST_DATES)),
-        )
+        rows = self.date_rows[np.argmax(chunks)]
+        size = max(1, min(max(chunks), self.fields_at_once, MOST_DATES))
         return [list(block) for _, block in groupby(dates, key=lambda date: int(rows[date]) // size)]
 
     def steps(self, block: list[int], leads: Sequence[int]) -> list[Step]:
         """Return what is read after each other for a block of dates: leads that are stored together."""
         chunks = [forecast.block[1] for forecast in self.forecasts]
-        rows, size = (
-            self.lead_rows[np.argmax(chunks)],
-            max(1, min(max(chunks), self.fields_at_once // len(block))),
-        )
+        rows = self.lead_rows[np.argmax(chunks)]
+        size = max(1, min(max(chunks), self.fields_at_once // len(block)))
         together = [list(some) for _, some in groupby(leads, key=lambda lead: int(rows[lead]) // size)]
         return [Step(block, some, group) for some in together for group in self.groups]
 
@@ -251,13 +242,10 @@ class Matcher:
             return None
         normal, climatology = None, self.climatology
         if climatology:
-            normal, names = (
-                torch.full(shape, torch.nan, device=self.device),
-                [self.variables[row] for row in rows],
-            )
-            there = [i for i, name in enumerate(names) if name in climatology.variables]
+            normal = torch.full(shape, torch.nan, device=self.device)
+            there = [i for i, row in enumerate(rows) if self.variables[row] in climatology.variables]
             if there and climatology.has(valid_time):
-                fields = climatology.field(valid_time, [names[i] for i in there])
+                fields = climatology.field(valid_time, [self.variables[rows[i]] for i in there])
                 normal[there] = self.regrid[climatology](fields)
         absent = torch.full(shape, torch.nan, device=self.device)
         fields = [forecasts.get(f, absent) for f in range(len(self.forecasts))]

@@ -99,18 +99,12 @@ def create_table(
     shutil.rmtree(unfinished, ignore_errors=True)
     unfinished.parent.mkdir(parents=True, exist_ok=True)
     shape = tuple(len(coords[axis]) for axis in DIMS)
-    empty = {
-        "statistics": (
-            DIMS,
-            dask.full(shape, np.nan, chunks=shape),
-            {},
-            {"chunks": (shape[0], 1, *shape[2:])},
-        ),
-        "digest": ("initial_time", dask.zeros(shape[1], np.uint64, chunks=-1), {}, {"chunks": (1,)}),
-    }
-    table = xr.Dataset(empty, {**coords, "num_members": ("forecast", num_members)}, {MARK: 1})
+    table = xr.Dataset(coords={**coords, "num_members": ("forecast", num_members)}, attrs={MARK: 1})
+    table["statistics"] = DIMS, dask.full(shape, np.nan, chunks=-1)
+    table["digest"] = "initial_time", dask.zeros(shape[1], np.uint64, chunks=-1)
+    chunks = {"statistics": {"chunks": (shape[0], 1, *shape[2:])}, "digest": {"chunks": (1,)}}
     # Zarr 2, because Zarr 3 has no specification of text.
-    table.to_zarr(unfinished, zarr_format=2, compute=False)
+    table.to_zarr(unfinished, zarr_format=2, compute=False, encoding=chunks)
     os.replace(unfinished, path)
     return np.zeros(len(digests), bool)
 
