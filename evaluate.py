@@ -335,12 +335,9 @@ def report(evaluation: Evaluation, against: str, land: np.ndarray | None, target
     for name in variable_names(scores):
         area = select(scores, "common_area", name).fillna(1.0).min("forecast")
         if float(area.min()) <= smallest:
-            smallest, where = (
-                float(area.min()),
-                f"{name} at {lead_hours(scores)[int(np.argmin(area.values))]} h",
-            )
-            cells = "cells: those that all forecasts have, "
-            cells += f"{smallest:.1%} of the truth's area for {where}, else more"
+            smallest, hours = float(area.min()), lead_hours(scores)[int(np.argmin(area.values))]
+            where = f"{smallest:.1%} of the truth's area for {name} at {hours} h"
+            cells = f"cells: those that all forecasts have, {where}, else more"
     tables = map(as_text, tables_of(scores, describe(evaluation)))
     print("\n\n".join([*tables, cells, f"scored: {scored}; written to {target}"]))
 
