@@ -259,13 +259,16 @@ def choose_regions(wanted: Sequence[str], grid: Grid) -> list[str]:
     return sorted(chosen, key=lambda name: name != "global")
 
 
-def lock_output(folder: Path) -> IO[str]:
-    """Lock a folder for this evaluation until the returned file is closed. Raises ConfigError."""
-    try:
-        return lock_folder(folder)
-    except ConfigError:
-        reason = "another evaluate.py writes there; wait for it, or choose another --output"
-        raise ConfigError(f"{folder}: {reason}") from None
+def lock_output(folder: Path, wait: bool = False) -> IO[str]:
+    """Lock a folder until the returned file is closed. Raises ConfigError if it is locked, or waits."""
+    while True:
+        with suppress(ConfigError):
+            return lock_folder(folder)
+        if not wait:
+            reason = "another evaluate.py writes there; wait for it, or choose another --output"
+            raise ConfigError(f"{folder}: {reason}")
+        logger.info("waiting for another evaluate.py in %s", folder)
+        time.sleep(1)
 
 
 def find_climatology(
@@ -279,25 +282,16 @@ def find_climatology(
     if "climatology" not in options.baselines:
         logger.info("no climatology and no ACC: neither --baselines nor --climatology names one")
         return None
-    data, target = (
-        (selection.archive, selection.variables, selection.train),
-        folder / OWN_FOLDER / "climatology.zarr",
-    )
-    fingerprint, locks = from_first_rank(lambda: fingerprint_of(*data)), list[IO[str]]()
-
-    def wait_for_lock() -> None:
-        while not is_locked and not locks:  # of an evaluation with another --output
-            with suppress(ConfigError):
-                locks.append(lock_folder(target.parent))
-            if not locks:
-                logger.info("waiting for another evaluate.py in %s", target.parent)
-                time.sleep(1)
+    data, locks = (selection.archive, selection.variables, selection.train), list[IO[str]]()
+    target = folder / OWN_FOLDER / "climatology.zarr"
+    fingerprint = from_first_rank(lambda: fingerprint_of(*data))
 
     def rename() -> None:
         shutil.rmtree(target, ignore_errors=True)
         os.replace(target.with_suffix(".incomplete"), target)
 
-    from_first_rank(wait_for_lock)
+    if not is_locked:  # of an evaluation with another --output
+        from_first_rank(lambda: locks.append(lock_output(target.parent, wait=True)))
     if from_first_rank(lambda: stored_fingerprint(target)) != fingerprint:
         logger.info("computing the climatology of the training period, once, into %s", target)
         compute_climatology(*data, str(target.with_suffix(".incomplete")), fingerprint)

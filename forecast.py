@@ -116,9 +116,8 @@ def forecast(config: Config) -> int:
         batch = missing[min(number, len(missing) - 1)]
         mine = number < len(missing) and model.is_sample_leader
         windows, times = initial_states(selection, chosen[[date for date, _ in batch]])
-        status, causes = forecast_batch(
-            forecaster, config, batch, windows, times, store if mine else None, bar
-        )
+        target_store = store if mine else None
+        status, causes = forecast_batch(forecaster, config, batch, windows, times, target_store, bar)
         if mine:
             store.wait()
             for pair, of_leads, cause in zip(batch, status, causes, strict=True):

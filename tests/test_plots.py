@@ -74,9 +74,9 @@ def test_a_baseline_has_one_colour_in_all_figures(tmp_path: Path, drawn: dict[st
         evaluation = evaluate({**compared, "persistence": baseline}, archive, detail_lead=6)
         plot_evaluation(evaluation, None, tmp_path)
         for name in ("rmse.png", "spectra.png"):
-            curves, handles = drawn[name].axes[0].lines, drawn[name].legends[0].legend_handles
-            labels = [text.get_text() for text in drawn[name].legends[0].get_texts()]
-            assert [line.get_color() for line in curves] == [handle.get_color() for handle in handles]
+            curves, legend = drawn[name].axes[0].lines, drawn[name].legends[0]
+            labels = [text.get_text() for text in legend.get_texts()]
+            assert [line.get_color() for line in curves] == [line.get_color() for line in legend.get_lines()]
             colors.add(curves[labels.index("persistence")].get_color())
             assert len({line.get_color() for line in curves}) == len(curves)
     assert colors == {COLORS["persistence"]}

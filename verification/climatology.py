@@ -83,11 +83,11 @@ def compute_climatology(
 
     # -- groups of hours and variables: all hours of as many variables as fit in memory, or one hour; at least
     # as many groups as ranks, if there are enough variables
-    size = SUMS_BYTES // (10 * DAYS * shape[0] * shape[1])  # a float64 and an int16 a cell and day
+    smooth = smoothing() if by_day else np.ones((1, 1))
+    size = SUMS_BYTES // (10 * len(smooth) * shape[0] * shape[1])  # a float64 and an int16 a cell and day
     together = [hours] if size >= len(hours) else [[hour] for hour in hours]
     width = max(1, min(size // len(together[0]), -(-len(variables) * len(together) // ranks)))
     groups = list(product(together, range(0, len(variables), width)))
-    smooth = smoothing() if by_day else np.ones((1, DAYS))
     store, levels = zarr.open_group(path, mode="r+"), all_levels(variables)
     for some_hours, start in groups[rank::ranks]:
         some = list(variables[start : start + width])
@@ -98,21 +98,18 @@ def compute_climatology(
         for hour, variable in pairs:
             h, v = some_hours.index(hour), some.index(variable)
             mean = np.empty((len(smooth), *shape), np.float32)
-            num_rows = max(1, BLOCK_BYTES // (8 * DAYS * shape[1]))
+            num_rows = max(1, BLOCK_BYTES // (8 * len(smooth) * shape[1]))
             for first in range(0, shape[0], num_rows):  # a product of all cells has gigabytes
                 rows = slice(first, first + num_rows)
-                sums, numbers = (array[h, v, :, rows].reshape(DAYS, -1) for array in (total, count))
+                sums, numbers = (array[h, v, :, rows].reshape(len(smooth), -1) for array in (total, count))
                 with np.errstate(invalid="ignore"):
                     smoothed = (smooth @ sums) / (smooth @ numbers)
                 mean[:, rows] = smoothed.reshape(len(smooth), -1, shape[1])
             name, level = split_name(variable)
             array: Any = store[name]
-            at = (
-                hours.index(hour),
-                *[slice(None)] * by_day,
-                *([] if level is None else [levels.index(level)]),
-            )
-            array[at] = mean if by_day else mean[0]
+            at: list[Any] = [hours.index(hour), slice(None)] if by_day else [hours.index(hour)]
+            at += [] if level is None else [levels.index(level)]
+            array[tuple(at)] = mean if by_day else mean[0]
             (marks / f"{hour}-{variable}").touch()
     if ranks > 1:
         dist.barrier()
@@ -123,11 +120,10 @@ def compute_climatology(
 def day_sums(
     archive: Archive, variables: Sequence[str], dates: np.ndarray, hours: Sequence[int], by_day: bool
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return sums float64 and numbers of values int16, (hours, V, 366, H, W), in one pass over the dates.
-
-    by_day: the last day of a short year counts for both of its days of the year, else for one.
+    """Return sums float64 and numbers of values int16 in one pass over the dates: (hours, V, 366, H, W) by
+    day of the year, where the last day of a short year counts for both; (hours, V, 1, H, W) over all days.
     """
-    shape = (len(hours), len(variables), DAYS, *archive.grid.shape)
+    shape = (len(hours), len(variables), DAYS if by_day else 1, *archive.grid.shape)
     total, count = np.zeros(shape), np.zeros(shape, np.int16)
     wanted = dates[np.isin(pd.DatetimeIndex(archive.times[dates]).hour, hours)]
     longest = max(1, BLOCK_BYTES // (4 * len(variables) * archive.grid.shape[0] * archive.grid.shape[1]))
@@ -135,7 +131,8 @@ def day_sums(
         for some in np.split(run, range(longest, len(run), longest)):
             block = archive.read_block(int(some[0]), int(some[-1]) + 1, variables)
             for time, field in zip(pd.DatetimeIndex(archive.times[some]), block, strict=True):
-                valid, h, day = np.isfinite(field), hours.index(time.hour), time.day_of_year - 1
+                valid, h = np.isfinite(field), hours.index(time.hour)
+                day = time.day_of_year - 1 if by_day else 0
                 total[h, :, day] += np.where(valid, field, 0)
                 count[h, :, day] += valid
                 if by_day and day == DAYS - 2 and not time.is_leap_year:
