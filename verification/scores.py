@@ -285,7 +285,7 @@ class Spectra:
         """
         sources, rows = ["forecast", "truth"], np.flatnonzero(has).tolist()
         mean = torch.stack([self.sums[name][rows] for name in sources], dim=-1)[None]
-        mean = mean / self.sums["whole_rows"][rows][..., None, None]
+        mean /= self.sums["whole_rows"][rows][..., None, None]
         coords: dict[str, Any] = {"lead_time": lead.astype("timedelta64[ns]")}
         coords |= {"latitude": self.grid.latitude, "zonal_wavenumber": np.arange(mean.shape[-2])}
         coords |= {"source": sources, "num_dates": ("lead_time", [int(self.sums["dates"].max())])}

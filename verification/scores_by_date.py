@@ -261,10 +261,9 @@ def evaluate(
         raise DataError(f"the truth has no analysis for the forecasts, such as of {times[0] + leads[0]}")
     array = array.transpose("forecast", "metric", ...)
     result = by_variable(array, coords["variable"].tolist(), units).assign_coords(num_dates=num_dates)
-    of_spectra = {
-        name: sums.result(leads[detail:][:1], matcher.has[f], units)
-        for f, (name, sums) in enumerate(zip(forecasts, spectra, strict=False))
-    }
+    of_spectra = {}
+    for name, has in zip(forecasts, matcher.has, strict=True) if spectra else []:
+        of_spectra[name] = spectra.pop(0).result(leads[detail:][:1], has, units)  # frees gigabytes of sums
     example = read_example(matcher, detail) if detail is not None and rank == 0 else None
     return Evaluation(result, by_date, grid, of_spectra, example, detail_lead or 0)
 
