@@ -19,9 +19,10 @@ if __name__ == "__main__":
 
 import logging
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 from zlib import crc32
 
 import numpy as np
@@ -47,15 +48,7 @@ from planning.start_checks import check_folder, check_machine, check_model
 from training.assembly import Assembly, Fields, assemble
 from training.process_settings import set_determinism
 from verification.rollout import blown_up, plausible_size, rollout
-from verification.stores import (
-    COMPUTED,
-    DIVERGED,
-    NO_ANALYSIS,
-    NOT_COMPUTED,
-    ForecastStore,
-    ForecastWriter,
-    StoreIndex,
-)
+from verification.stores import COMPUTED, DIVERGED, NO_ANALYSIS, NOT_COMPUTED, ForecastStore
 
 logger = logging.getLogger("rossby")
 Pair = tuple[int, int]  # numbers of an initial date and a member: one forecast
@@ -91,61 +84,69 @@ def forecast(config: Config) -> int:
     rank, dp_rank, dp = dist.get_rank(), model.mesh.dp_rank, model.mesh.degrees.dp
 
     # -- the store: made once, then written to by every rank -----------------------------------------
-    leads = range(1, settings.num_steps + 1)
-    variables = Channels.of(data).predicted
-    index = StoreIndex(
-        variables,
-        selection.archive.grid,
-        selection.archive.times[chosen[:, 0]],
-        [lead * data.step_hours for lead in leads],
-        settings.num_members,
-        {name: selection.archive.units(name) for name in variables},
-    )
-    store = ForecastStore(target, index)
-    content = config, index, forecaster.trained, selection, chosen
-    from_first_rank(lambda: create(store, about(*content)))
+    leads = [lead * data.step_hours for lead in range(1, settings.num_steps + 1)]
+    variables, archive = Channels.of(data).predicted, selection.archive
+    units = {name: archive.units(name) for name in variables}
+    dates, members = archive.times[chosen[:, 0]], settings.num_members
+    store = ForecastStore(target, variables, archive.grid, dates, leads, members, units)
+
+    def create() -> None:
+        try:
+            store.create(about(config, store, forecaster.trained, selection, chosen))
+        except OSError as error:
+            raise DataError(str(error)) from error
+
+    from_first_rank(create)
 
     # -- what is missing, in batches that are the same on any number of ranks and after a restart ------------
     is_finished = from_first_rank(store.status).min(axis=1) > NOT_COMPUTED  # (n, M)
-    pairs = [(date, member) for date in range(len(chosen)) for member in range(settings.num_members)]
-    size = config.validation.local_batch_size
+    pairs, size = list(np.ndindex(is_finished.shape)), config.validation.local_batch_size
     batches = [pairs[i : i + size] for i in range(0, len(pairs), size)]
     missing = [batch for batch in batches if not all(is_finished[pair] for pair in batch)]
     logger.info(
-        f"{target}: {len(pairs)} forecasts of {settings.num_steps * data.step_hours} h, "
+        f"{target}: {len(pairs)} forecasts of {leads[-1]} h, "
         f"{is_finished.sum()} of them finished; {len(missing)} batches for {dp} x {device}"
     )
 
     # -- the loop: all ranks take equally many batches, as they may share the model -------------------------
     rounds = -(-len(missing) // dp)
     names: dict[Pair, str] = {}  # variables that caused the failure of a forecast of this start
-    writer = ForecastWriter(store)
     bar = tqdm(total=rounds * settings.num_steps, unit="step", disable=rank > 0 or None)  # on a terminal
-    for round in range(rounds):
-        number = round * dp + dp_rank
+    for number in range(dp_rank, rounds * dp, dp):
         batch = missing[min(number, len(missing) - 1)]
         mine = number < len(missing) and model.is_sample_leader
         windows, times = initial_states(selection, chosen[[date for date, _ in batch]])
-        found = forecast_batch(forecaster, config, batch, windows, times, writer if mine else None, bar)
+        target_store = store if mine else None
+        status, causes = forecast_batch(forecaster, config, batch, windows, times, target_store, bar)
         if mine:
-            writer.wait()
-            for pair, status, wrong in zip(batch, *found, strict=True):
-                store.finish(*pair, status)
-                names[pair] = wrong
-    writer.close()
+            store.wait()
+            for pair, of_leads, cause in zip(batch, status, causes, strict=True):
+                store.finish(pair[0], pair[1], of_leads)
+                names[pair] = cause
     bar.close()
 
     # -- at the end: what went wrong, of this start and of those before it ---------------------------
     of_ranks: list[dict[Pair, str]] = [{}] * dist.get_world_size()
     dist.all_gather_object(of_ranks, names)
-    names = {pair: text for each in of_ranks for pair, text in each.items()}
-    wrong = dict(problems_of(from_first_rank(store.status), index, names))
+    names = {pair: text for of_rank in of_ranks for pair, text in of_rank.items()}
+    status, problems = from_first_rank(store.status), {}
+    for pair in pairs:
+        of_leads, cause = status[pair[0], :, pair[1]].tolist(), names.get(pair, "")
+        if NO_ANALYSIS in of_leads:
+            problems[pair] = f"the analysis has no value of {cause or 'a variable'}"
+        elif DIVERGED in of_leads:
+            problems[pair] = f"blew up at {leads[of_leads.index(DIVERGED)]} h{': ' * bool(cause)}{cause}"
     if rank == 0:
-        report(wrong, index, len(pairs))
-        print(f"\n{len(pairs) - len(wrong)} forecasts: {target}")
+        for (date, member), problem in list(problems.items())[:MAX_LINES]:
+            which = f", member {member}" if members > 1 else ""
+            print(f"rossby: forecast from {dates[date]}{which}: {problem}", file=sys.stderr)
+        if problems:
+            number = f"{len(problems)} of {len(pairs)} forecasts"
+            print(f"rossby: {number} went wrong; the others are good", file=sys.stderr)
+        print(f"\n{len(pairs) - len(problems)} forecasts: {target}")
     dist.barrier()
     dist.destroy_process_group()
-    return 1 if wrong else 0
+    return 1 if problems else 0
 
 
 def open_data(config: Config) -> Selection:
@@ -175,47 +176,34 @@ def load_forecaster(config: Config, selection: Selection) -> Forecaster:
 
 
 def about(
-    config: Config, index: StoreIndex, trained: Trained, selection: Selection, chosen: np.ndarray
-) -> dict:
+    config: Config, store: ForecastStore, trained: Trained, selection: Selection, chosen: np.ndarray
+) -> dict[str, Any]:
     """Return everything that determines the values of a store, except the layout (last digits).
 
     chosen (n, h): indices of the windows that forecasts start from.
     """
-    dates = index.dates.astype("datetime64[s]")
-    forcings = {}
-    if Channels.of(config.data).forcing:
-        forcings["persist_forcings"] = config.forecast.persist_forcings
-    drawn = {"seed": config.training.seed} if config.model.noise_dim else {}
-    return {
+    dates, archive = store.dates.astype("datetime64[s]"), selection.archive
+    # Of the constant fields, and of the first, middle and last state.
+    some = [int(chosen[i, 0]) for i in (0, len(chosen) // 2, -1)]
+    fields = [*(archive.read(date, selection.variables) for date in some), *selection.static.values()]
+    checksum = crc32(b"".join(np.ascontiguousarray(field).tobytes() for field in fields))
+    content = {
         **trained.identity,
         "data.path": without_secrets(config.data.path),
         "data.select": list(config.data.select),
-        "states": crc_of_states(selection, chosen),
-        "variables": list(index.variables),
+        "states": f"CRC-32 {checksum:08x}",
+        "variables": list(store.variables),
         "dates": f"{len(dates)} from {dates[0]} to {dates[-1]} (CRC-32 {crc32(dates.tobytes()):08x})",
-        "leads": list(index.leads),
-        "num_members": index.num_members,
-        **forcings,
-        **drawn,
+        "leads": list(store.leads),
+        "num_members": store.num_members,
         "local_batch_size": config.validation.local_batch_size,
         "precision": config.training.mixed_precision_param,
     }
-
-
-def crc_of_states(selection: Selection, chosen: np.ndarray) -> str:
-    """Return a CRC-32 of the constant fields, and of the first, middle and last state of `chosen` (n, h)."""
-    dates = [int(chosen[i, 0]) for i in (0, len(chosen) // 2, -1)]
-    fields = [selection.archive.read(date, selection.variables) for date in dates]
-    parts = [np.ascontiguousarray(field).tobytes() for field in (*fields, *selection.static.values())]
-    return f"CRC-32 {crc32(b''.join(parts)):08x}"
-
-
-def create(store: ForecastStore, content: dict) -> None:
-    """Create the store. Raises ConfigError if it has another forecast, DataError if it cannot be written."""
-    try:
-        store.create(content)
-    except OSError as error:
-        raise DataError(str(error)) from error
+    if Channels.of(config.data).forcing:
+        content["persist_forcings"] = config.forecast.persist_forcings
+    if config.model.noise_dim:
+        content["seed"] = config.training.seed
+    return content
 
 
 def initial_states(selection: Selection, rows: np.ndarray) -> tuple[Tensor, Tensor]:
@@ -227,7 +215,7 @@ def initial_states(selection: Selection, rows: np.ndarray) -> tuple[Tensor, Tens
     analyses = {index: archive.read(index, variables) for index in np.unique(rows).tolist()}
     for index, fields in analyses.items():
         refuse_fills(fields, variables, archive.times[index], archive.path)
-    windows = [np.concatenate([analyses[index] for index in own]) for own in rows.tolist()]
+    windows = [np.concatenate([analyses[index] for index in window]) for window in rows.tolist()]
     times = archive.times[rows[:, 0]].astype(np.int64)
     return torch.from_numpy(np.stack(windows)), torch.from_numpy(times)
 
@@ -239,70 +227,44 @@ def forecast_batch(
     batch: Sequence[Pair],
     start: Tensor,
     times: Tensor,
-    writer: ForecastWriter | None,
+    store: ForecastStore | None,
     bar: tqdm,
 ) -> tuple[np.ndarray, list[str]]:
-    """Write all leads from the windows `start` (B, h V, H, W) at `times` (B,); return `status_of` them.
+    """Write all leads from the windows `start` (B, h V, H, W) at `times` (B,); return their status (B, L),
+    and for each forecast the variables that caused its failure, "" for none.
 
-    Nothing waits for the device before the last lead, except the writer when it falls behind.
+    Nothing waits for the device before the last lead, except the store when it falls behind.
     """
-    normalizer, settings = forecaster.normalizer, config.forecast
+    normalizer, settings, device = forecaster.normalizer, config.forecast, forecaster.model.device
     empty = ~torch.isfinite(start).flatten(2).any(-1)  # (B, h V)
     empty[:, normalizer.channels.hidden] = False  # the model does not see these
     rows = (~empty.any(1)).nonzero().flatten().tolist()  # the others stay NaN in the store
     pairs = [batch[row] for row in rows]
-    start, times = start.to(forecaster.model.device), times.to(forecaster.model.device)
-    state = normalizer.newest(start)
-    limit, broken = plausible_size(normalizer.normalize(state)[0]), []
-    predict, step_seconds = forecaster.model.predict, config.data.step_hours * 3600
-    members = torch.tensor([member for _, member in batch], device=times.device)
+    start, times = start.to(device), times.to(device)
+    limit, of_leads = plausible_size(normalizer.normalize(normalizer.newest(start))[0]), []
+    members = torch.tensor([member for _, member in batch], device=device)
     keys = noise_keys(config.training.seed, 0, times, members)
-    parts = (predict, normalizer, forecaster.conditions, step_seconds)
-    windows = rollout(*parts, start, times, settings.num_steps, keys, forecaster.known)
-    for lead, window in enumerate(windows, 1):
+    settings_of_model = (
+        forecaster.model.predict,
+        normalizer,
+        forecaster.conditions,
+        config.data.step_hours * 3600,
+    )
+    windows = rollout(*settings_of_model, start, times, settings.num_steps, keys, forecaster.known)
+    for lead, window in enumerate(windows):
         state = normalizer.newest(window)
-        broken.append(blown_up(state, limit))  # (B, V)
-        if writer:
-            fields = normalizer.denormalize(state[rows])
-            writer.write(pairs, lead - 1, fields[:, normalizer.predicted])
+        of_leads.append(blown_up(state, limit))  # (B, V)
+        if store:
+            store.write(pairs, lead, normalizer.denormalize(state[rows])[:, normalizer.predicted])
         bar.update()
-    tables = empty.numpy(), torch.stack(broken, dim=1).cpu().numpy()  # (B, L, V), waits for the device
-    return status_of(*tables, np.array(normalizer.channels.window))
-
-
-def status_of(empty: np.ndarray, broken: np.ndarray, names: np.ndarray) -> tuple[np.ndarray, list[str]]:
-    """Return the status (B, L), and for each forecast the variables that caused its failure, "" for none.
-
-    empty (B, h V) and broken (B, L, V) bool; names (h V,): of variables in a window.
-    """
-    status = np.where(np.logical_or.accumulate(broken.any(-1), axis=1), DIVERGED, COMPUTED).astype(np.int8)
-    status[empty.any(1)] = NO_ANALYSIS
-    texts = []
-    for lacks, by_lead in zip(empty, broken, strict=True):
-        first = by_lead[by_lead.any(-1).argmax()]  # (V,), at the first bad lead
-        texts.append(", ".join(names[np.flatnonzero(lacks if lacks.any() else first)]))
-    return status, texts
-
-
-def problems_of(status: np.ndarray, index: StoreIndex, names: dict[Pair, str]) -> Iterator[tuple[Pair, str]]:
-    """Yield each failed forecast (date, member) and the reason. status (n, L, M); names: the variables that
-    caused the failures of this start.
-    """
-    for pair in np.ndindex(status.shape[0], status.shape[2]):
-        own, of = status[pair[0], :, pair[1]].tolist(), names.get(pair, "")
-        if NO_ANALYSIS in own:
-            yield pair, f"the analysis has no value of {of or 'a variable'}"
-        elif DIVERGED in own:
-            yield pair, f"blew up at {index.leads[own.index(DIVERGED)]} h{': ' * bool(of)}{of}"
-
-
-def report(wrong: dict[Pair, str], index: StoreIndex, total: int) -> None:
-    """Report the failed forecasts on stderr, with date, member and lead."""
-    for (date, member), problem in list(wrong.items())[:MAX_LINES]:
-        which = f", member {member}" if index.num_members > 1 else ""
-        print(f"rossby: forecast from {index.dates[date]}{which}: {problem}", file=sys.stderr)
-    if wrong:
-        print(f"rossby: {len(wrong)} of {total} forecasts went wrong; the others are good", file=sys.stderr)
+    broken = torch.stack(of_leads, dim=1).cpu().numpy()  # (B, L, V), waits for the device
+    status = np.where(np.logical_or.accumulate(broken.any(-1), axis=1), DIVERGED, COMPUTED)
+    status[empty.any(1).numpy()] = NO_ANALYSIS
+    names, causes = np.array(normalizer.channels.window), []
+    for lacks, by_lead in zip(empty.numpy(), broken, strict=True):
+        at_first_bad_lead = by_lead[by_lead.any(-1).argmax()]  # (V,)
+        causes.append(", ".join(names[np.flatnonzero(lacks if lacks.any() else at_first_bad_lead)]))
+    return status, causes
 
 
 def export(config: Config, target: Path) -> None:

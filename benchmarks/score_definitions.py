@@ -41,7 +41,9 @@ def overlaps(target: Array, source: Array) -> Array:
 
 
 def regrid(values: Array, source: Fields, target: Fields) -> Array:
-    """Return first-order conservative means; a cell that is not wholly on the source's grid has none."""
+    """Return first-order conservative means; a cell that is not wholly on the source's grid, or of which less
+    than half has values, has none.
+    """
     heights = [np.sin(np.deg2rad(row_edges(each.latitude)))[::-1] for each in (target, source)]
     rows = overlaps(*heights)[::-1, ::-1]
     east, west = (column_edges(each.longitude) for each in (target, source))
@@ -51,7 +53,8 @@ def regrid(values: Array, source: Fields, target: Fields) -> Array:
     there = ~np.isnan(values)
     with np.errstate(invalid="ignore", divide="ignore"):
         finite = np.where(np.isfinite(values), values, 0.0)
-        mean = (rows @ finite @ columns.T) / (rows @ there.astype(float) @ columns.T)
+        valid = rows @ there.astype(float) @ columns.T
+        mean = np.where(valid > (0.5 - 1e-6) * area, (rows @ finite @ columns.T) / valid, np.nan)
         mean = np.where(rows @ np.isinf(values).astype(float) @ columns.T > 0, np.inf, mean)
     return np.where(whole, mean, np.nan)
 

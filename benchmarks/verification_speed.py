@@ -27,9 +27,9 @@ from dask import array as dask
 from benchmarks.results_file import parse, record, require, table
 from datasets.archive import open_archive
 from verification.climatology import open_climatology
-from verification.forecast_layouts import open_forecast
 from verification.scores import REGIONS
 from verification.scores_by_date import evaluate
+from verification.stores import open_forecast
 
 NAMES = ("geopotential", "temperature", "u_component_of_wind", "v_component_of_wind", "specific_humidity")
 LEVELS = (50, 100, 150, 200, 250, 300, 400, 500, 600, 700, 850, 925, 1000)

@@ -26,8 +26,8 @@ from datasets.grid import Grid
 from datasets.regrid import Regridder
 from tests.forecasts import OneForecast, analyses, climatology, evaluate_one, forecasts, grid, write
 from verification.climatology import compute_climatology, open_climatology
-from verification.forecast_layouts import open_forecast
 from verification.scores import REGIONS
+from verification.stores import open_forecast
 
 TOLERANCE = 1e-6
 GRIDS = (grid(37, 72, poles=True), grid(32, 64, poles=False))

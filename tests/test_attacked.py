@@ -20,7 +20,7 @@ from tests.sample_archives import analyses, weatherbench
 from tests.started_jobs import write_config
 from training.config_checks import load_checked
 from verification.climatology import open_climatology
-from verification.stores import ForecastStore, StoreIndex
+from verification.stores import ForecastStore
 
 
 @pytest.mark.parametrize("format", [2, 3])
@@ -59,7 +59,7 @@ def test_a_stranger_with_a_name_like_ours_is_named(tmp_path, caplog):
 def forecast_store(path: Path) -> ForecastStore:
     grid = Grid(np.array([30.0, -30.0]), np.arange(0, 360, 90.0))
     dates = np.array(["2020-01-01"], "datetime64[s]")
-    store = ForecastStore(path, StoreIndex(["2m_temperature"], grid, dates, [6]))
+    store = ForecastStore(path, ["2m_temperature"], grid, dates, [6])
     store.create({"weights": 1})
     return store
 

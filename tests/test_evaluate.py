@@ -162,11 +162,11 @@ def test_a_killed_evaluation_continues(run, monkeypatch):
     monkeypatch.setattr(matching, "BLOCK_BYTES", 10_000)
     fill, dates = scores_by_date.fill_statistics, list[int]()
 
-    def dies(values, match, part, **rest):
+    def dies(match, *rest):
         dates.append(match.date)
         if match.lead == 1 and len({*dates}) == 3:
             raise KeyboardInterrupt
-        fill(values, match, part, **rest)
+        fill(match, *rest)
 
     for _ in range(3):
         with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
@@ -176,7 +176,7 @@ def test_a_killed_evaluation_continues(run, monkeypatch):
     monkeypatch.setattr(
         scores_by_date,
         "fill_statistics",
-        lambda v, match, part, **rest: dates.append(match.date) or fill(v, match, part, **rest),
+        lambda match, *rest: dates.append(match.date) or fill(match, *rest),
     )
     code, said, out = run(ours, output="killed", run="killed")
     assert code == 0 and {*dates} == {6, 7, 8, 9}, said

@@ -15,11 +15,11 @@ from errors import ConfigError, DataError
 from tests.forecasts import OneForecast, analyses, climatology, evaluate_one, forecasts, grid, of_one, write
 from tests.started_jobs import ROOT
 from verification import matching
-from verification.baselines import AnalysesForecast
+from verification.baselines import persistence_forecast
 from verification.climatology import open_climatology
-from verification.forecast_layouts import open_forecast
 from verification.plots import plot_evaluation
 from verification.scores_by_date import evaluate
+from verification.stores import open_forecast
 
 GFS = str(ROOT / "../shared/data/gfs_winds_2026/*_2.8125deg.nc")
 LEADS = [6, 24]
@@ -259,7 +259,7 @@ def test_damped_persistence_is_a_forecast_like_any_other(folder: Path) -> None:
     names = ["geopotential:500", "2m_temperature"]
     leads, factors = np.array(LEADS, "m8[h]").astype("m8[s]"), np.array([[0.9, 0.5], [0.6, 0.2]], "f4")
     mean = np.full((1, 6, 8), 300, "f4")
-    source = AnalysesForecast(truth, names, truth.times[:3], leads, factors, lambda time, names: mean)
+    source = persistence_forecast(truth, names, truth.times[:3], leads, factors, lambda time, names: mean)
     block = source.read_block(slice(1, 3), slice(0, 2), ["2m_temperature"])
     state = truth.read(2, ["2m_temperature"])
     np.testing.assert_allclose(block[1, 1], 300 + np.float32(0.2) * (state - 300), rtol=1e-6)
@@ -270,7 +270,7 @@ def test_persistence_on_real_analyses_scores_what_the_data_page_says() -> None:
     """../shared/data/README.md, 2.8125 degrees: +6 h 1.878 / 2.180, +24 h 3.855 / 4.605 m/s."""
     truth = open_archive(glob.glob(GFS)[0])
     leads = np.array(LEADS, "m8[h]").astype("m8[s]")
-    source = AnalysesForecast(truth, truth.variables, truth.times, leads)
+    source = persistence_forecast(truth, truth.variables, truth.times, leads)
     scores = evaluate_one(source, truth).scores.sel(metric="rmse", region="global")
     assert np.round(scores["10m_u_component_of_wind"].values, 3).tolist() == [1.878, 3.855]
     assert np.round(scores["10m_v_component_of_wind"].values, 3).tolist() == [2.18, 4.605]

@@ -27,8 +27,8 @@ from tests.started_jobs import (
     write_config,
 )
 from training.config_checks import load_checked
-from verification.forecast_layouts import open_forecast
 from verification.rollout import blown_up, plausible_size
+from verification.stores import open_forecast
 
 VARIABLES = ["geopotential:500", "geopotential:850", "temperature:850", "2m_temperature"]
 EMPTY = np.datetime64("2020-01-09T06")  # 2m_temperature has no value on this date

@@ -10,7 +10,7 @@ import xarray as xr
 from datasets.archive import open_archive
 from errors import DataError
 from tests.forecasts import analyses, evaluate_one, forecasts, grid, write
-from verification.forecast_layouts import StoredForecast, open_forecast
+from verification.stores import StoredForecast, open_forecast
 
 LEADS = [0, 6, 24]
 NAMES = ["geopotential:500", "geopotential:850", "2m_temperature"]
@@ -84,7 +84,7 @@ def test_every_layout_gives_the_same_fields_and_scores(layout: Callable, truth, 
     """The truth stays north to south; latitudes of float32 cost less than a millionth."""
     opened = open_forecast(store(layout, forecast, tmp_path))
     missing = layout is pangu
-    assert (opened.times == forecast.time.values).all() and opened.num_members == 0
+    assert (opened.times == forecast.time.values).all() and opened.num_members == 1
     assert opened.leads.astype("timedelta64[h]").astype(int).tolist() == LEADS[missing:]
     assert (np.diff(opened.grid.latitude) < 0).all() and (np.diff(opened.grid.longitude) > 0).all()
     wanted = forecast.isel(latitude=slice(None, None, -1))
@@ -111,7 +111,7 @@ def test_ensembles(dim: str, truth: xr.Dataset, tmp_path: Path) -> None:
     wanted = ensemble["2m_temperature"].isel(time=1, prediction_timedelta=2, latitude=slice(None, None, -1))
     np.testing.assert_array_equal(found[:, 0], wanted.values)
     single = open_forecast(write(ensemble.isel({dim: [0]}), tmp_path / "one.zarr"))
-    assert single.num_members == 0 and read(single, 0, 0, ["2m_temperature"]).shape == (1, 6, 8)
+    assert single.num_members == 1 and read(single, 0, 0, ["2m_temperature"]).shape == (1, 6, 8)
 
 
 def test_one_initial_date_without_a_dimension(forecast: xr.Dataset, tmp_path: Path) -> None:

@@ -16,11 +16,10 @@ from datasets.remote import NO_OPTIONS
 from errors import ConfigError, DataError
 from evaluate import choose_regions, open_forecasts
 from tests.forecasts import analyses, climatology, evaluate_one, forecasts, grid, write
-from verification.baselines import AnalysesForecast
+from verification.baselines import Baseline, persistence_forecast
 from verification.climatology import open_climatology
-from verification.forecast_layouts import StoredForecast, open_forecast
 from verification.scores_by_date import evaluate
-from verification.stores import COMPUTED, DIVERGED, NO_ANALYSIS
+from verification.stores import COMPUTED, DIVERGED, NO_ANALYSIS, StoredForecast, open_forecast
 from verification.tables import build_scorecard
 
 LEADS = [6, 24]
@@ -66,10 +65,10 @@ def test_other_units_of_unknown_variables_are_refused(tmp_path: Path, truth: xr.
 # -- dates and cells that are missing ------------------------------------------------------------------
 
 
-def persisted(truth: xr.Dataset, path: Path) -> tuple[AnalysesForecast, Archive]:
+def persisted(truth: xr.Dataset, path: Path) -> tuple[Baseline, Archive]:
     archive = open_archive(write(truth, path))
     leads = np.array(LEADS, "m8[h]").astype("m8[s]")
-    return AnalysesForecast(archive, archive.variables, archive.times[:8], leads), archive
+    return persistence_forecast(archive, archive.variables, archive.times[:8], leads), archive
 
 
 def test_a_missing_date_or_cell_leaves_only_itself_out(tmp_path: Path, truth: xr.Dataset) -> None:

@@ -8,9 +8,14 @@ import pytest
 import xarray as xr
 from matplotlib.figure import Figure
 
+from datasets.archive import open_archive
 from datasets.grid import global_grid
+from tests.forecasts import analyses, forecasts, grid, write
 from verification import plots
-from verification.plots import plot_run
+from verification.baselines import persistence_forecast
+from verification.plots import COLORS, plot_evaluation, plot_run
+from verification.scores_by_date import evaluate
+from verification.stores import open_forecast
 from verification.tables import by_variable
 from verification.validation import Scores
 
@@ -55,4 +60,24 @@ def test_the_first_four_are_mapped(tmp_path: Path, drawn: dict[str, Figure]) -> 
     assert titles == [*expected, "leaf wetness (mm)"]
     assert {axes.get_xlabel() for axes in drawn["rmse.png"].axes[:5]} == {"lead time (days)"}
     assert [axes.collections[0].get_clim() for axes in drawn["maps.png"].axes[:2]] == [(0, 3), (0, 3)]
+    plt.close("all")
+
+
+def test_a_baseline_has_one_colour_in_all_figures(tmp_path: Path, drawn: dict[str, Figure]) -> None:
+    """Whatever forecasts come before it; by the curves themselves, not by their legend."""
+    truth = analyses(grid(6, 8, poles=False), 12)
+    archive = open_archive(write(truth, tmp_path / "truth.zarr"))
+    ours = open_forecast(write(forecasts(truth, 3, [6, 12]), tmp_path / "ours.zarr"))
+    baseline = persistence_forecast(archive, archive.variables, ours.times, ours.leads)
+    colors = set()
+    for compared in ({"a": ours}, {"a": ours, "b": ours, "c": ours}):
+        evaluation = evaluate({**compared, "persistence": baseline}, archive, detail_lead=6)
+        plot_evaluation(evaluation, None, tmp_path)
+        for name in ("rmse.png", "spectra.png"):
+            curves, legend = drawn[name].axes[0].lines, drawn[name].legends[0]
+            labels = [text.get_text() for text in legend.get_texts()]
+            assert [line.get_color() for line in curves] == [line.get_color() for line in legend.get_lines()]
+            colors.add(curves[labels.index("persistence")].get_color())
+            assert len({line.get_color() for line in curves}) == len(curves)
+    assert colors == {COLORS["persistence"]}
     plt.close("all")

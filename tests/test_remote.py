@@ -24,7 +24,7 @@ from tests.test_damaged_data import store
 from tests.test_forecast import write_archive
 from training.config_checks import load_checked
 from verification.climatology import open_climatology
-from verification.forecast_layouts import open_forecast
+from verification.stores import open_forecast
 
 URL = "s3://bucket/wb.zarr"
 BACKOFF = {"init_backoff": timedelta(milliseconds=10), "max_backoff": timedelta(seconds=1), "base": 2}

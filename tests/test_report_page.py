@@ -37,16 +37,22 @@ def write_run(folder: Path, *words: str) -> Path:
     return folder
 
 
-def test_a_page_has_starts_configuration_and_plots(tmp_path: Path, capsys) -> None:
+def test_a_page_has_scores_then_pictures_with_captions_and_its_command(tmp_path: Path, capsys) -> None:
+    """It had no score, and two pictures of one name."""
     folder = write_run(tmp_path / "run")
-    (folder / "plots").mkdir()
-    (folder / "plots/rmse.png").write_bytes(b"a picture")
+    for name in ("plots", "evaluation"):
+        (folder / name).mkdir()
+        (folder / name / "rmse.png").write_bytes(name.encode())
     main([str(folder)])
     page = (folder / "report.html").read_text()
     assert capsys.readouterr().out == f"written: {folder / 'report.html'}\n"
     assert not re.findall(r'(?:src|href)="(?!data:|#)[^"]*', page)  # it needs nothing else
-    for text in ("12 steps", "2.13.0", "demo", b64encode(b"a picture").decode()):
+    for text in ("12 steps", "2.13.0", "demo", f"verification.report_page {folder}"):
         assert text in page
+    assert "validation of step 12" in page and page.index("<table") < page.index("<figure")
+    pictures = dict(re.findall(r'base64,([^"]*)" alt="[^"]*"><figcaption>(.*?)</figcaption>', page))
+    captions = [pictures[b64encode(name).decode()] for name in (b"evaluation", b"plots")]
+    assert "of the evaluation" in captions[0] and "of the last validation" in captions[1]
 
 
 def test_bad_input_is_one_line(tmp_path: Path, capsys) -> None:

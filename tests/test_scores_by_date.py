@@ -3,6 +3,7 @@
 import json
 import shutil
 import threading
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +19,10 @@ from tests.planned import Ended, run_main
 from tests.started_jobs import ROOT, run_options, write_config
 from training.run_folder import lock_folder
 from verification import scores_by_date
-from verification.baselines import AnalysesForecast, fit_damping
+from verification.baselines import fit_damping, persistence_forecast
 from verification.climatology import open_climatology
-from verification.forecast_layouts import open_forecast
 from verification.scores_by_date import evaluate
-from verification.stores import COMPUTED
+from verification.stores import COMPUTED, open_forecast
 
 LEADS = [12, 24]
 T2M = "2m_temperature"
@@ -57,7 +57,7 @@ def scores_in(folder: Path) -> xr.Dataset:
 def scored_dates(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The list to which the positions of dates are added when they are scored."""
     fill, dates = scores_by_date.fill_statistics, list[int]()
-    counted: Any = lambda v, match, part, **rest: dates.append(match.date) or fill(v, match, part, **rest)  # noqa: E731
+    counted: Any = lambda match, *rest: dates.append(match.date) or fill(match, *rest)  # noqa: E731
     monkeypatch.setattr(scores_by_date, "fill_statistics", counted)
     return dates
 
@@ -104,21 +104,18 @@ def test_a_kill_at_any_file_leaves_the_table_of_one_that_was_not_killed(folder, 
     """Ten times, before or after the numbers or the digest of some date."""
     archive, forecast = open_archive(str(folder / "truth.zarr")), open_forecast(str(folder / "ours.zarr"))
     whole = evaluate({"f": forecast}, archive, path=folder / "whole.zarr").by_date.load()
-    write_date, rng = scores_by_date.ScoreTable.write, np.random.default_rng(0)
+    write_date, rng = scores_by_date.write_date, np.random.default_rng(0)
     for left in rng.integers(1, 4, 10).tolist():
 
-        def dies(table: Any, date: int, statistics: np.ndarray, digest: int, left: list[int]) -> None:
+        def dies(path: Path, date: int, statistics: np.ndarray, digest: int, left: list[int]) -> None:
             left[0] -= 1
             if not left[0]:  # half of the numbers of a date are written
-                write_date(table, date, statistics / 2, 0)
+                write_date(path, date, statistics / 2, 0)
                 raise KeyboardInterrupt
-            write_date(table, date, statistics, digest)
+            write_date(path, date, statistics, digest)
 
         with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-            remaining = [left]
-            patch.setattr(
-                scores_by_date.ScoreTable, "write", lambda *args, left=remaining: dies(*args, left=left)
-            )
+            patch.setattr(scores_by_date, "write_date", partial(dies, left=[left]))
             evaluate({"f": forecast}, archive, path=folder / "killed.zarr")
             raise KeyboardInterrupt  # all dates were scored before
     found = evaluate({"f": forecast}, archive, path=folder / "killed.zarr").by_date.load()
@@ -277,13 +274,16 @@ def test_damped_persistence_decays_to_the_climatology_of_the_date(folder: Path, 
         expected = (area * x * y).sum((0, 2, 3)) / (area * x * x).sum((0, 2, 3))
         np.testing.assert_allclose(factors[row], expected, rtol=1e-6)
     leads, reads = np.array(LEADS, "m8[h]").astype("m8[s]"), []
-    plain = AnalysesForecast(archive, names, archive.times[:3], leads)
-    read, plain.archive = archive.read, archive
-    archive.read = lambda *where: reads.append(where[0]) or read(*where)  # type: ignore[method-assign]
-    damped = AnalysesForecast(archive, names, archive.times[:3], leads, factors, means.field, read=plain.read)
-    plain.read_block(slice(0, 3), slice(0, 2), names)
-    block = damped.read_block(slice(0, 3), slice(0, 2), names)
-    assert sorted(reads) == [0, 1, 2]
+
+    def read(time: np.datetime64, names: Any) -> np.ndarray:
+        reads.append(archive.index(time))
+        return archive.read(reads[-1], names)
+
+    damping = factors, means.field, cache(read)
+    for baseline in ((None, None, damping[-1]), damping):
+        source = persistence_forecast(archive, names, archive.times[:3], leads, *baseline)
+        block = source.read_block(slice(0, 3), slice(0, 2), names)
+    assert reads == [0, 1, 2]
     time = archive.times[1] + leads[1]
     expected = means.field(time, names) + factors[1][:, None, None] * anomalies[1]
     np.testing.assert_allclose(block[1, 1], expected, rtol=1e-6)

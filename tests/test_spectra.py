@@ -5,7 +5,7 @@ import pytest
 import torch
 import xarray as xr
 
-from verification.spectra import (
+from verification.scores import (
     EARTH_RADIUS,
     circumference,
     mean_of_midlatitudes,

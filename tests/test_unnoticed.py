@@ -24,8 +24,7 @@ from tests.planned import run_train
 from tests.sample_archives import analyses, anemoi, weatherbench, zarr_chunked
 from tests.started_jobs import small_dataset, small_wave, write_config
 from training.config_checks import load_checked
-from verification.forecast_layouts import open_forecast
-from verification.stores import COMPUTED
+from verification.stores import COMPUTED, open_forecast
 from verification.tables import lead_hours
 
 T2M, U10 = "2m_temperature", "10m_u_component_of_wind"

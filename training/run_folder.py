@@ -99,7 +99,9 @@ class RunFolder:
         try:
             if not is_done:  # else it describes what was trained
                 write_durably(self.path / "config.toml", to_toml(self.config))
-            start = self._start(step, layout) | ({"changed": changed} if changed else {})
+            start = self._start(step, layout)
+            if changed:
+                start["changed"] = changed
             if start["reached"] <= step - self.config.metrics.log_freq:
                 lost = f"the lines of steps {start['reached'] + 1} to {step} are missing"
                 logger.warning(f"{self.path / 'metrics.jsonl'}: {lost}, as after a copy or a full disk")

@@ -3,9 +3,12 @@
 Shapes: B dates, L leads, V variables, H latitudes, W longitudes.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+import logging
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 from hashlib import sha256
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -14,41 +17,24 @@ from torch import Tensor
 
 from datasets.archive import Archive
 from datasets.grid import area_weights
+from datasets.selection import Selection
 from verification.climatology import Climatology
 from verification.rollout import Forecast
 from verification.stores import state_of_analyses
 
+logger = logging.getLogger("rossby")
 # A climatology without annual and daily cycle, different from the one that evaluate.py computes.
 TRAINING_MEAN = "training mean"
 KEPT_BYTES = 2**29  # of analyses that several baselines start from
 MIN_FIT_SAMPLES = 30  # with fewer, the factors are mostly noise
 FIT_SAMPLES = 400  # dates of the training period, evenly spaced, that damped persistence is fitted on
-# Function of a date and variables to the field (V, H, W) that damped persistence decays to.
-Normal = Callable[[np.datetime64, Sequence[str]], np.ndarray]
+# Function of a date and variables to fields (V, H, W), such as those that damped persistence decays to.
+FieldsAt = Callable[[np.datetime64, Sequence[str]], np.ndarray]
 
 
 def persistence(fields: Tensor, times: Tensor, leads: Sequence[int]) -> list[Tensor]:
     """Return the initial state (B, V, H, W) for every lead."""
     return [fields] * len(leads)
-
-
-def training_mean(mean_field: Tensor) -> Forecast:
-    """Return the forecast of the mean of the training period, (V, H, W), whatever the date."""
-
-    def forecast(fields: Tensor, times: Tensor, leads: Sequence[int]) -> list[Tensor]:
-        return [mean_field.expand_as(fields)] * len(leads)
-
-    return forecast
-
-
-def damped_persistence(mean_field: Tensor, damping: dict[int, Tensor]) -> Forecast:
-    """Return the forecast mean + a (state - mean), `a` by lead and variable: damping[lead] (V,)."""
-
-    def forecast(fields: Tensor, times: Tensor, leads: Sequence[int]) -> Iterator[Tensor]:
-        for lead in leads:
-            yield mean_field + damping[lead][:, None, None] * (fields - mean_field)
-
-    return forecast
 
 
 def fit_baselines(
@@ -58,19 +44,30 @@ def fit_baselines(
     state and its truth at each lead, -1 where there is none. mean_field (V, H, W): on the device that is to
     forecast.
     """
-    mean = dict(zip(variables, mean_field.cpu().numpy(), strict=True))
-    normal: Normal = lambda time, names: np.stack([mean[name] for name in names])  # noqa: E731
-    factors = fit_damping(archive, variables, samples, normal)
-    damping = {lead: mean_field.new_tensor(factors[row]) for row, lead in enumerate(leads)}
+    factors = fit_damping(archive, variables, samples, constant(variables, mean_field.cpu().numpy()))
+    damping = {lead: mean_field.new_tensor(factors[row]) for row, lead in enumerate(leads)}  # (V,)
+
+    def damped_persistence(fields: Tensor, times: Tensor, leads: Sequence[int]) -> Iterator[Tensor]:
+        for lead in leads:
+            yield mean_field + damping[lead][:, None, None] * (fields - mean_field)
+
+    def training_mean(fields: Tensor, times: Tensor, leads: Sequence[int]) -> list[Tensor]:
+        return [mean_field.expand_as(fields)] * len(leads)
+
     return {
         "persistence": persistence,
-        "damped persistence": damped_persistence(mean_field, damping),
-        TRAINING_MEAN: training_mean(mean_field),
+        "damped persistence": damped_persistence,
+        TRAINING_MEAN: training_mean,
     }
 
 
+def constant(variables: Sequence[str], fields: np.ndarray) -> FieldsAt:
+    """Return a function that returns the same fields (V, H, W) of these variables for each date."""
+    return lambda time, names: fields[[variables.index(name) for name in names]]
+
+
 def fit_damping(
-    archive: Archive, variables: Sequence[str], samples: np.ndarray, normal: Normal
+    archive: Archive, variables: Sequence[str], samples: np.ndarray, normal: FieldsAt
 ) -> np.ndarray:
     """Return the factors (L, V) float32 of damped persistence, the least-squares ones: sum x y / sum x x of
     the anomalies from `normal` now and later, in float64 over the samples (n, 1 + L) of all ranks.
@@ -78,23 +75,19 @@ def fit_damping(
     Each state is read once for all leads.
     """
     rank, ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
-    area = area_weights(archive.grid.latitude)[:, None]
+    area, times = area_weights(archive.grid.latitude)[:, None], cast(Any, archive.times)
     sums = np.zeros((2, samples.shape[1] - 1, len(variables)))  # of x y and x x
-
-    def anomaly(date: int) -> np.ndarray:
-        return archive.read(date, variables) - normal(archive.times[date], variables)
-
     for sample in samples[rank::ranks].tolist():
-        now = anomaly(sample[0])
+        now = archive.read(sample[0], variables) - normal(times[sample[0]], variables)
         for lead, date in enumerate(sample[1:]):
-            later = anomaly(date) if date >= 0 else now[:0]
-            for v, (x, y) in enumerate(zip(now, later, strict=date >= 0)):  # in float64, all are gigabytes
-                there = np.isfinite(x) & np.isfinite(y)
-                weighted = np.where(there, x, 0).astype(np.float64) * area
-                sums[:, lead, v] += (
-                    np.vdot(weighted, np.where(there, y, 0)),
-                    np.vdot(weighted, np.where(there, x, 0)),
-                )
+            if date < 0:
+                continue
+            later = archive.read(date, variables) - normal(times[date], variables)
+            for v, (x, y) in enumerate(zip(now, later, strict=True)):  # in float64, all are gigabytes
+                valid = np.isfinite(x) & np.isfinite(y)
+                weighted = np.where(valid, x, 0).astype(np.float64) * area
+                sums[0, lead, v] += np.vdot(weighted, np.where(valid, y, 0))
+                sums[1, lead, v] += np.vdot(weighted, np.where(valid, x, 0))
     total = torch.from_numpy(sums)
     if ranks > 1:
         dist.all_reduce(total)
@@ -104,9 +97,8 @@ def fit_damping(
 def mean_of_dates(archive: Archive, variables: Sequence[str], dates: np.ndarray) -> np.ndarray:
     """Return the mean (V, H, W) float32 over dates (positions in archive.times), shared by all ranks."""
     rank, ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
-    total = torch.zeros(
-        (2, len(variables), *archive.grid.shape), dtype=torch.float64
-    )  # values, and their number
+    # Values, and their number.
+    total = torch.zeros((2, len(variables), *archive.grid.shape), dtype=torch.float64)
     for date in dates[rank::ranks].tolist():
         fields = torch.from_numpy(archive.read(date, variables))
         total[0] += fields.nan_to_num(0)
@@ -116,74 +108,128 @@ def mean_of_dates(archive: Archive, variables: Sequence[str], dates: np.ndarray)
     return (total[0] / total[1]).float().numpy()
 
 
-class AnalysesForecast:
-    """Persistence, damped where factors are given: a verification.matching.ForecastFields."""
+@dataclass(eq=False)
+class Baseline:
+    """A forecast that is computed from analyses or a climatology: a verification.matching.ForecastFields.
 
-    from_analyses = False  # it is NaN in the cells that analyses lack
-    num_members, block = 0, (1, 2**20)  # all leads of a date come from one analysis
+    times (n,) and leads (L,) are those of the forecast to compare with. fields: function of an initial date,
+    leads and variables to the fields (V, H, W) at each lead; state: function of a date to a text that
+    changes with what they are from.
+    """
+
+    source: Archive | Climatology
+    variables: Sequence[str]
+    times: np.ndarray
+    leads: np.ndarray
+    fields: Callable[[np.datetime64, slice, Sequence[str]], Iterable[np.ndarray]]
+    state: Callable[[np.datetime64], str]
+    num_members: int = 1
+    block: tuple[int, int] = (1, 2**20)  # all leads of a date come from one analysis
     status: np.ndarray | None = None
 
-    def __init__(
-        self,
-        archive: Archive,
-        variables: Sequence[str],
-        times: np.ndarray,
-        leads: np.ndarray,
-        factors: np.ndarray | None = None,
-        normal: Normal | None = None,
-        read: Callable[[np.datetime64, tuple[str, ...]], np.ndarray] | None = None,
-    ) -> None:
-        """times (n,) and leads (L,) are those of the forecast to compare with; factors (L, V) of damping
-        towards `normal`; read: of another baseline, to read analyses only once.
-        """
-        self.archive, self.variables, self.grid, self.units = archive, variables, archive.grid, archive.units
-        self.times, self.leads, self.factors, self.normal = times, leads, factors, normal
-        size = 4 * len(variables) * archive.grid.shape[0] * archive.grid.shape[1]
-        self.read = read or lru_cache(max(1, KEPT_BYTES // size))(self._read)
-
-    def _read(self, time: np.datetime64, variables: tuple[str, ...]) -> np.ndarray:
-        return self.archive.read(self.archive.index(time), variables)
+    def __post_init__(self) -> None:
+        self.grid, self.units = self.source.grid, self.source.units
 
     def read_block(self, dates: slice, leads: slice, variables: Sequence[str]) -> np.ndarray:
         """Return (n, k, V, H, W) float32; NaN for dates without an analysis."""
-        some, rows = self.leads[leads], [self.variables.index(name) for name in variables]
-        out = np.full((dates.stop - dates.start, len(some), len(rows), *self.grid.shape), np.nan, np.float32)
+        shape = (dates.stop - dates.start, leads.stop - leads.start, len(variables), *self.grid.shape)
+        out = np.full(shape, np.nan, np.float32)
         for row, time in enumerate(self.times[dates]):
-            if time not in self.archive.times:
-                continue
-            state = self.read(time, tuple(variables))
-            if self.factors is None or self.normal is None:
-                out[row] = state
-                continue
-            anomaly = state - self.normal(time, variables)
-            for column, lead in enumerate(some):
-                factor = self.factors[leads][column, rows, None, None]
-                np.multiply(factor, anomaly, out=out[row, column])
-                out[row, column] += self.normal(time + lead, variables)
+            for column, fields in enumerate(self.fields(time, leads, variables)):
+                out[row, column] = fields
         return out
 
-    def state(self, time: np.datetime64) -> str:
-        """Return the state of the files with the analysis of a date, and of the factors."""
-        factors = b"" if self.factors is None else self.factors.tobytes()
-        return f"{state_of_analyses(self.archive, self.variables, time)} {sha256(factors).hexdigest()}"
+
+def climatology_forecast(climatology: Climatology, times: np.ndarray, leads: np.ndarray) -> Baseline:
+    """Return the climatology of the valid time, which has to be there, as a forecast."""
+
+    def fields(time: np.datetime64, some: slice, variables: Sequence[str]) -> Iterator[np.ndarray]:
+        return (climatology.field(time + lead, variables) for lead in leads[some])
+
+    def state(time: np.datetime64) -> str:
+        return climatology.state
+
+    return Baseline(climatology, climatology.variables, times, leads, fields, state)
 
 
-class ClimatologyForecast:
-    """The climatology of the valid time as a forecast, from any initial date."""
+def persistence_forecast(
+    archive: Archive,
+    variables: Sequence[str],
+    times: np.ndarray,
+    leads: np.ndarray,
+    factors: np.ndarray | None = None,
+    normal: FieldsAt | None = None,
+    read: FieldsAt | None = None,
+) -> Baseline:
+    """Return persistence, damped towards `normal` by factors (L, V) if they are given. read: function that
+    reads an analysis.
+    """
 
-    num_members, block, from_analyses = 0, (1, 1), False
-    status: np.ndarray | None = None
+    def fields(time: np.datetime64, some: slice, names: Sequence[str]) -> Iterator[np.ndarray]:
+        if time not in archive.times:
+            return
+        analysis = read(time, tuple(names)) if read else archive.read(archive.index(time), names)
+        if factors is None or normal is None:
+            yield from [analysis] * len(leads[some])
+            return
+        anomaly, rows = analysis - normal(time, names), [variables.index(name) for name in names]
+        for lead, factor in zip(leads[some], factors[some][:, rows, None, None], strict=True):
+            yield factor * anomaly + normal(time + lead, names)
 
-    def __init__(self, climatology: Climatology, times: np.ndarray, leads: np.ndarray) -> None:
-        """times (n,) and leads (L,) as in every forecast: verification.matching.ForecastFields."""
-        self.climatology, self.times, self.leads = climatology, times, leads
-        self.grid, self.variables, self.units = climatology.grid, climatology.variables, climatology.units
+    def state(time: np.datetime64) -> str:
+        factors_digest = b"" if factors is None else sha256(factors.tobytes()).hexdigest()
+        return f"{state_of_analyses(archive, variables, time)} {factors_digest}"
 
-    def read_block(self, dates: slice, leads: slice, variables: Sequence[str]) -> np.ndarray:
-        """Return (n, k, V, H, W) float32. Raises DataError for a valid time that the climatology lacks."""
-        valid_times = self.times[dates, None] + self.leads[leads]  # (n, k)
-        fields = np.stack([self.climatology.field(time, variables) for time in valid_times.ravel()])
-        return fields.reshape(*valid_times.shape, *fields.shape[1:])
+    return Baseline(archive, variables, times, leads, fields, state)
 
-    def state(self, time: np.datetime64) -> str:
-        return self.climatology.state
+
+def build_baselines(
+    names: Sequence[str],
+    times: np.ndarray,
+    leads: np.ndarray,
+    selection: Selection,
+    variables: Sequence[str],
+    climatology: Climatology | None,
+) -> dict[str, Baseline]:
+    """Return the baselines named, from initial dates (n,) at the leads (L,) that are whole steps and have a
+    truth: to fit other leads would read years of analyses for nothing. Climatology is included if it has all
+    valid times and at least one of the scored `variables`; damped persistence decays to it if it has all.
+    """
+    archive, step, now = selection.archive, selection.step, np.timedelta64(0, "s")
+    leads = leads[(leads > now) & (leads % step == now)]
+    leads = leads[np.isin(times[:, None] + leads, archive.times).any(axis=0)]
+    valid_times = np.unique(times[:, None] + leads)
+    variables = [name for name in selection.variables if name in variables]
+    kept = max(1, KEPT_BYTES // (4 * len(variables) * archive.grid.shape[0] * archive.grid.shape[1]))
+    read = lru_cache(kept)(lambda time, some: archive.read(archive.index(time), some))
+    baselines = {}
+    if "persistence" in names:
+        baselines["persistence"] = persistence_forecast(archive, variables, times, leads, read=read)
+    if "damped_persistence" in names:
+        # Fitted on the dates of train.py, towards the climatology of each date or the mean of these dates.
+        samples = selection.samples_by_lead("train", (leads // step).tolist(), FIT_SAMPLES)
+        if len(samples) < MIN_FIT_SAMPLES:
+            logger.warning("damped persistence is fitted on %d dates: too few to rely on", len(samples))
+        dates = np.concatenate([times, valid_times, archive.times[np.unique(samples[samples >= 0])]])
+        is_complete = (
+            climatology and {*variables} <= {*climatology.variables} and all(map(climatology.has, dates))
+        )
+        if climatology and is_complete and climatology.grid.same_as(archive.grid):
+            normal, text = climatology.field, "the climatology of the date"
+        else:
+            normal = constant(variables, mean_of_dates(archive, variables, np.unique(samples[:, 0])))
+            text = "the mean of the training period"
+        logger.info("damped persistence decays to %s; fitted on %d dates", text, len(samples))
+        factors = fit_damping(archive, variables, samples, normal)
+        damped = persistence_forecast(archive, variables, times, leads, factors, normal, read)
+        baselines["damped persistence"] = damped
+    if "climatology" in names and climatology:
+        lacking = [time for time in valid_times if not climatology.has(time)]
+        if not {*variables} & {*climatology.variables}:
+            logger.info("climatology is no baseline: %s has none of the variables", climatology.path)
+        elif lacking:
+            number = f"{len(lacking)} valid times, the first {lacking[0]}"
+            logger.info("climatology is no baseline: %s lacks %s", climatology.path, number)
+        else:
+            baselines["climatology"] = climatology_forecast(climatology, times, leads)
+    return baselines

@@ -23,7 +23,6 @@ import zarr
 
 from datasets.archive import Archive
 from datasets.fields import Field, NamedFields
-from datasets.grid import Grid
 from datasets.remote import NO_OPTIONS, Access
 from datasets.source import CLIMATOLOGY_ROLES, find_files, open_fields, open_files
 from datasets.variables import split_name
@@ -49,19 +48,11 @@ def smoothing() -> np.ndarray:
     return np.linspace(0, 1, half + 1)[half - np.minimum(distance, half)]
 
 
-def days_of(time: np.datetime64) -> list[int]:
-    """Return the days of the year of a date: day 365 of a short year also counts as day 366."""
-    stamp = pd.Timestamp(time)
-    day = int(stamp.day_of_year)
-    return [day, DAYS] if day == 365 and not stamp.is_leap_year else [day]
-
-
 def covers_a_year(times: np.ndarray) -> bool:
     """Return True if every day of the year has dates within half a window, at each hour of the day."""
-    index, weights = pd.DatetimeIndex(times), smoothing()
-    days, hours = np.asarray(index.day_of_year), np.asarray(index.hour)
-    there = [np.isin(np.arange(1, DAYS + 1), days[hours == hour]) for hour in np.unique(hours)]
-    return all((weights @ each > 0).all() for each in there)
+    index = pd.DatetimeIndex(times)
+    dates = pd.crosstab(index.hour, index.day_of_year).reindex(columns=np.arange(1, DAYS + 1), fill_value=0)
+    return bool((dates.to_numpy() @ smoothing() > 0).all())
 
 
 def compute_climatology(
@@ -72,45 +63,52 @@ def compute_climatology(
     `hour` has the hours of the dates. Means skip missing values. fingerprint: identity of the input; with it,
     an unfinished store is completed. Called by all ranks together, which share the work.
     """
-    times, marks = archive.times[dates], Path(path, DONE)
+    times, marks, shape = archive.times[dates], Path(path, DONE), archive.grid.shape
     hours, by_day = np.unique(pd.DatetimeIndex(times).hour).tolist(), covers_a_year(times)
     rank, ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     is_begun = marks.is_dir() and fingerprint and stored_fingerprint(Path(path)) == fingerprint
     if rank == 0 and not is_begun:
         axes = {"hour": np.asarray(hours)} | ({"dayofyear": np.arange(1, DAYS + 1)} if by_day else {})
-        some_days = max(1, CHUNK_BYTES // (4 * archive.grid.shape[0] * archive.grid.shape[1]))
-        chunks = {"hour": 1, "dayofyear": min(DAYS, some_days), "level": 1}
+        some_days = max(1, min(DAYS, CHUNK_BYTES // (4 * shape[0] * shape[1])))
         recipe = f"WeatherBench2, triangular window of {WINDOW} days" if by_day else "mean by hour of day"
         period = f"{len(times)} dates, {str(times[0])[:16]} to {str(times[-1])[:16]}"
         attributes = {"period": period, "recipe": recipe, FINGERPRINT: fingerprint}
         own_units = {name: archive.units(name) for name in variables}
+        chunks = {"hour": 1, "dayofyear": some_days, "level": 1}
         create_store(path, variables, archive.grid, axes, chunks, attributes, own_units)
         marks.mkdir()
     if ranks > 1:
         dist.barrier()
-    smooth = smoothing() if by_day else np.ones((1, DAYS))
+
+    # -- groups of hours and variables: all hours of as many variables as fit in memory, or one hour; at least
+    # as many groups as ranks, if there are enough variables
+    smooth = smoothing() if by_day else np.ones((1, 1))
+    size = SUMS_BYTES // (10 * len(smooth) * shape[0] * shape[1])  # a float64 and an int16 a cell and day
+    together = [hours] if size >= len(hours) else [[hour] for hour in hours]
+    width = max(1, min(size // len(together[0]), -(-len(variables) * len(together) // ranks)))
+    groups = list(product(together, range(0, len(variables), width)))
     store, levels = zarr.open_group(path, mode="r+"), all_levels(variables)
-    for some_hours, some in groups(hours, variables, archive.grid, ranks)[rank::ranks]:
+    for some_hours, start in groups[rank::ranks]:
+        some = list(variables[start : start + width])
         pairs = [(h, v) for h, v in product(some_hours, some) if not (marks / f"{h}-{v}").exists()]
         if not pairs:
             continue
         total, count = day_sums(archive, some, dates, some_hours, by_day)
         for hour, variable in pairs:
             h, v = some_hours.index(hour), some.index(variable)
-            mean = np.empty((len(smooth), *archive.grid.shape), np.float32)
-            num_rows = max(1, BLOCK_BYTES // (8 * DAYS * archive.grid.shape[1]))
-            for start in range(0, archive.grid.shape[0], num_rows):  # a product of all cells has gigabytes
-                rows = slice(start, start + num_rows)
-                sums, numbers = (array[h, v, :, rows].reshape(DAYS, -1) for array in (total, count))
+            mean = np.empty((len(smooth), *shape), np.float32)
+            num_rows = max(1, BLOCK_BYTES // (8 * len(smooth) * shape[1]))
+            for first in range(0, shape[0], num_rows):  # a product of all cells has gigabytes
+                rows = slice(first, first + num_rows)
+                sums, numbers = (array[h, v, :, rows].reshape(len(smooth), -1) for array in (total, count))
                 with np.errstate(invalid="ignore"):
                     smoothed = (smooth @ sums) / (smooth @ numbers)
-                mean[:, rows] = smoothed.reshape(len(smooth), -1, archive.grid.shape[1])
-            mean = mean if by_day else mean[0]
+                mean[:, rows] = smoothed.reshape(len(smooth), -1, shape[1])
             name, level = split_name(variable)
             array: Any = store[name]
-            at: list[Any] = [hours.index(hour), *[slice(None)] * by_day]
+            at: list[Any] = [hours.index(hour), slice(None)] if by_day else [hours.index(hour)]
             at += [] if level is None else [levels.index(level)]
-            array[tuple(at)] = mean
+            array[tuple(at)] = mean if by_day else mean[0]
             (marks / f"{hour}-{variable}").touch()
     if ranks > 1:
         dist.barrier()
@@ -118,41 +116,27 @@ def compute_climatology(
         shutil.rmtree(marks)
 
 
-def groups(
-    hours: Sequence[int], variables: Sequence[str], grid: Grid, ranks: int
-) -> list[tuple[list[int], list[str]]]:
-    """Return groups of hours and variables to sum together: all hours of as many variables as fit in memory,
-    or one hour; at least as many groups as ranks, if there are enough variables.
-    """
-    size = SUMS_BYTES // (10 * DAYS * grid.shape[0] * grid.shape[1])  # a float64 and an int16 a cell and day
-    together = [list(hours)] if size >= len(hours) else [[hour] for hour in hours]
-    width = max(1, min(size // len(together[0]), -(-len(variables) * len(together) // ranks)))
-    starts = range(0, len(variables), width)
-    return [(some, list(variables[start : start + width])) for some in together for start in starts]
-
-
 def day_sums(
     archive: Archive, variables: Sequence[str], dates: np.ndarray, hours: Sequence[int], by_day: bool
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return sums float64 and numbers of values int16, (hours, V, 366, H, W), in one pass over the dates.
-
-    by_day: the last day of a short year counts for both of its days of the year, else for one.
+    """Return sums float64 and numbers of values int16 in one pass over the dates: (hours, V, 366, H, W) by
+    day of the year, where the last day of a short year counts for both; (hours, V, 1, H, W) over all days.
     """
-    shape = (len(hours), len(variables), DAYS, *archive.grid.shape)
+    shape = (len(hours), len(variables), DAYS if by_day else 1, *archive.grid.shape)
     total, count = np.zeros(shape), np.zeros(shape, np.int16)
     wanted = dates[np.isin(pd.DatetimeIndex(archive.times[dates]).hour, hours)]
     longest = max(1, BLOCK_BYTES // (4 * len(variables) * archive.grid.shape[0] * archive.grid.shape[1]))
     for run in np.split(wanted, np.flatnonzero(np.diff(wanted) != 1) + 1):  # neighbours are read together
-        for first in range(0, len(run), longest):
-            some = run[first : first + longest]
+        for some in np.split(run, range(longest, len(run), longest)):
             block = archive.read_block(int(some[0]), int(some[-1]) + 1, variables)
-            for date, field in zip(some.tolist(), block, strict=True):
-                time: Any = archive.times[date]
-                valid = np.isfinite(field)
-                h = hours.index(pd.Timestamp(time).hour)
-                for day in days_of(time)[: None if by_day else 1]:
-                    total[h, :, day - 1] += np.where(valid, field, 0)
-                    count[h, :, day - 1] += valid
+            for time, field in zip(pd.DatetimeIndex(archive.times[some]), block, strict=True):
+                valid, h = np.isfinite(field), hours.index(time.hour)
+                day = time.day_of_year - 1 if by_day else 0
+                total[h, :, day] += np.where(valid, field, 0)
+                count[h, :, day] += valid
+                if by_day and day == DAYS - 2 and not time.is_leap_year:
+                    total[h, :, -1] += np.where(valid, field, 0)
+                    count[h, :, -1] += valid
     return total, count
 
 
@@ -176,10 +160,10 @@ def fingerprint_of(archive: Archive, variables: Sequence[str], dates: np.ndarray
 def stored_fingerprint(path: Path) -> str | None:
     """Return the fingerprint of the data of a stored climatology, None if there is none."""
     try:
-        found: Any = zarr.open_group(path, mode="r", use_consolidated=False).attrs.get(FINGERPRINT)
-        return found
+        group: Any = zarr.open_group(path, mode="r", use_consolidated=False)
     except (OSError, ValueError, KeyError, TypeError):
         return None
+    return group.attrs.get(FINGERPRINT)
 
 
 class Climatology(NamedFields):
@@ -188,18 +172,20 @@ class Climatology(NamedFields):
     def __init__(self, path: str, fields: Sequence[Field]) -> None:
         """fields: with labels of hours and days of the year. Raises DataError if a label occurs twice."""
         super().__init__(path, fields)
-        labels = {axis: own.tolist() for field in fields for axis, own in field.labels.items()}
-        self.rows = {axis: {label: i for i, label in enumerate(own)} for axis, own in labels.items()}
-        for axis, own in labels.items():
-            if len({*own}) < len(own) or any(field.size(axis) not in (1, len(own)) for field in fields):
+        self.stored, self.rows = list(fields), dict[str, dict[int, int]]()  # axis -> label -> position
+        for axis, labels in {
+            axis: labels for field in fields for axis, labels in field.labels.items()
+        }.items():
+            self.rows[axis] = {label: row for row, label in enumerate(labels.tolist())}
+            if len(self.rows[axis]) < len(labels) or any(
+                f.size(axis) not in (1, len(labels)) for f in fields
+            ):
                 raise DataError(f"{path!r}: its coordinate {axis} does not label each of its fields once")
-        self.stored = list(fields)
         # An ACC, damped persistence and the climatology as a forecast need the same fields.
         size = 4 * len(self.variables) * self.grid.shape[0] * self.grid.shape[1]
         self._read = lru_cache(max(2, KEPT_BYTES // size))(self._read_fields)
 
     def _rows_of(self, time: np.datetime64) -> dict[str, int | None]:
-        """Return the positions of a date's hour and day of year on the axes, None where one lacks it."""
         stamp = pd.Timestamp(time)
         labels = {"hour": stamp.hour, "dayofyear": int(stamp.day_of_year)}
         return {axis: rows.get(labels[axis]) for axis, rows in self.rows.items()}
@@ -213,9 +199,8 @@ class Climatology(NamedFields):
         date or a variable that it lacks.
         """
         rows = self._rows_of(time)
-        for axis, row in rows.items():
-            if row is None:
-                raise DataError(f"{self.path!r} has no climatology of {time}: it lacks its {axis}")
+        for axis in [axis for axis, row in rows.items() if row is None]:
+            raise DataError(f"{self.path!r} has no climatology of {time}: it lacks its {axis}")
         return self._read(tuple(rows.items()), tuple(variables))
 
     def _read_fields(self, rows: tuple[tuple[str, int], ...], variables: tuple[str, ...]) -> np.ndarray:
@@ -233,8 +218,8 @@ def open_climatology(path: str, access: Access = NO_OPTIONS) -> Climatology:
     file_path, *more = find_files(path)
     if more:
         raise DataError(f"{path!r} has {len(more) + 1} files: name one climatology, such as {file_path!r}")
-    found, _ = open_fields(file_path, None, access, CLIMATOLOGY_ROLES)
-    fields = [field for field in found if {"hour", "dayofyear"} & set(field.roles)]
+    opened, _ = open_fields(file_path, None, access, CLIMATOLOGY_ROLES)
+    fields = [field for field in opened if {"hour", "dayofyear"} & set(field.roles)]
     if not fields:
         raise DataError(f"{path!r} is not a climatology: no variable has a dimension hour or dayofyear")
     about = open_files(file_path, access)[0].attrs

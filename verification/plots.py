@@ -21,8 +21,8 @@ from matplotlib.lines import Line2D
 from datasets.grid import Grid, latitude_bounds, longitude_bounds
 from datasets.variables import split_name
 from jobs.journal import read_records
+from verification.scores import mean_of_midlatitudes
 from verification.scores_by_date import Evaluation, Example
-from verification.spectra import mean_of_midlatitudes
 from verification.tables import (
     DAY,
     combine,
@@ -51,7 +51,7 @@ COLORS = {
 OTHER_COLORS = ("tab:blue", "tab:orange", "tab:red", "tab:purple", "tab:pink", "tab:cyan")
 
 
-# -- for all plots
+# -- figures -------------------------------------------------------------------------------------------
 
 
 def build_panels(
@@ -75,84 +75,47 @@ def save(figure: Figure, target: Path) -> None:
     plt.close(figure)
 
 
-def label_with(variable: str, units: str) -> str:
+def label_of(scores: xr.Dataset, variable: str) -> str:
     """Return "geopotential at 500 hPa (m2 s-2)"; without brackets if the units are unknown."""
     name, level = split_name(variable)
     text = name.replace("_", " ") + ("" if level is None else f" at {level} hPa")
-    return f"{text} ({units})" if units else text
+    return f"{text} ({units_of(scores, variable)})" if units_of(scores, variable) else text
 
 
 def plot_lines(
-    curves: Mapping[str, Mapping[str, xr.DataArray]], x: str, titles: Sequence[str], title: str, target: Path,
-    legend: Mapping[str, str], **look: Any
+    curves: Mapping[str, Mapping[str, xr.DataArray]], x: str, scale: str, title: str, target: Path,
+    legend: Mapping[str, str]
 ) -> None:  # fmt: skip
-    """Draw curves (variable -> forecast -> values along the only dimension) in a panel a variable.
-
-    x: name of the axis; titles: of the panels; legend: label of each forecast.
+    """Draw curves (title of a panel -> forecast -> values along the only dimension), axes with a scale of
+    "linear" or "log". legend: label of each forecast.
     """
     models = [name for name in legend if name not in COLORS]
     colors = {name: OTHER_COLORS[i % len(OTHER_COLORS)] for i, name in enumerate(models)} | COLORS
     figure, panels = build_panels(len(curves), title, columns=4, size=(4, 3.2))
-    for axes, of_forecast, heading in zip(panels, curves.values(), titles, strict=True):
+    for axes, (heading, of_forecast) in zip(panels, curves.items(), strict=True):
         for name, curve in of_forecast.items():
-            axes.plot(curve[curve.dims[0]], curve, color=colors[name], label=legend[name], **look)
-        axes.set(xlabel=x)
+            marker = "o" if scale == "linear" else None
+            axes.plot(curve[curve.dims[0]], curve, color=colors[name], marker=marker, markersize=3)
+        axes.set(xlabel=x, xscale=scale, yscale=scale)
         axes.set_title(heading, fontsize=10)
         axes.grid(alpha=0.3)
     drawn = {name for of_forecast in curves.values() for name in of_forecast}
     lines = [Line2D([], [], color=colors[name], label=legend[name]) for name in legend if name in drawn]
     figure.legend(handles=lines, loc="outside lower center", ncols=4)
-    if look.get("marker") is None:
-        for axes in panels:
-            axes.set(xscale="log", yscale="log")
     save(figure, target)
 
 
 def plot_rmse(scores: xr.Dataset, names: Sequence[str], title: str, target: Path) -> None:
     """Draw the RMSE of some variables against the lead time. scores: (forecast, ...)."""
-    scores = scores.assign_coords(lead_time=(scores["lead_time"] / DAY).values)
+    scores, curves = scores.assign_coords(lead_time=(scores["lead_time"] / DAY).values), {}
     legend = dict(zip(scores["forecast"].values.tolist(), labels(scores), strict=True))
-    curves = {}
     for name in names:
         values = select(scores, "rmse", name)
         of_forecast = {key: values.sel(forecast=key).dropna("lead_time") for key in legend}
-        curves[name] = {key: curve for key, curve in of_forecast.items() if curve.size}
-    curves = {name: of_forecast for name, of_forecast in curves.items() if of_forecast}
-    titles = [label_with(name, units_of(scores, name)) for name in curves]
+        if any(curve.size for curve in of_forecast.values()):
+            curves[label_of(scores, name)] = {key: curve for key, curve in of_forecast.items() if curve.size}
     if curves:
-        plot_lines(curves, "lead time (days)", titles, title, target, legend, marker="o", markersize=3)
-
-
-# -- of a run
-
-
-def plot_run(
-    folder: Path, scores: Scores, example: Example, grid: Grid, land: np.ndarray | None
-) -> dict[str, Path]:
-    """Write the plots of a run into `folder`/plots; return the file of each by name."""
-    files = {name: folder / f"plots/{name}.png" for name in ("loss", "rmse", "maps")}
-    figure, (axes,) = build_panels(1, f"Loss: {folder.name}")
-    draw_losses(axes, read_records(folder / "metrics.jsonl"))
-    save(figure, files["loss"])
-    dates = describe_dates(scores.num_dates, scores.lead_hours)
-    title = f"Root-mean-square error, validation period: {dates}"
-    combined = combine(scores.by_forecast)
-    plot_rmse(combined, scores.variables, title, files["rmse"])
-    plot_maps(example, scores.lead_hours[0], combined, grid, land, files["maps"])
-    return files
-
-
-def draw_losses(axes: Axes, records: Sequence[dict[str, Any]]) -> None:
-    """Draw training (line) and validation loss (points) of metrics.jsonl against the step."""
-    for key, label, line in (("loss", "training", "-"), ("val/loss", "validation", "o")):
-        points = [(record["step"], record[key]) for record in records if record.get(key) is not None]
-        if points:
-            text = f"{label} ({points[-1][1]:.4f} at the end)"
-            axes.plot(*zip(*points, strict=True), line, markersize=4, label=text)
-    axes.set(xlabel="step", ylabel="loss (normalised units)", yscale="log")
-    axes.grid(alpha=0.3, which="both")
-    if axes.lines:
-        axes.legend()
+        plot_lines(curves, "lead time (days)", "linear", title, target, legend)
 
 
 def plot_maps(
@@ -160,7 +123,7 @@ def plot_maps(
 ) -> None:
     """Draw truth, forecast and error of the first variables, from one initial date at a lead in hours.
 
-    scores: with the units of the variables.
+    scores: with the units of the variables. land (H, W): the mask on the grid.
     """
     date, fields = example
     valid = str(date + np.timedelta64(hours, "h"))[:16]
@@ -170,7 +133,7 @@ def plot_maps(
     for row, variable in enumerate(names):
         truth, forecast = fields[variable]
         error, colors = forecast - truth, color_range(truth, forecast)
-        label = label_with(variable, units_of(scores, variable))
+        label = label_of(scores, variable)
         rms = f"forecast - truth (unweighted RMS {np.sqrt(np.nanmean(error**2)):.3g})"
         draw_map(panels[3 * row], grid, truth, f"truth: {label}", land, **colors)
         draw_map(panels[3 * row + 1], grid, forecast, f"forecast: {label}", land, **colors)
@@ -206,7 +169,29 @@ def color_range(*fields: np.ndarray, signed: bool = False) -> dict[str, Any]:
     return {"vmin": low, "vmax": high, "cmap": "viridis"}
 
 
-# -- of an evaluation
+# -- of a run and of an evaluation ---------------------------------------------------------------------
+
+
+def plot_run(folder: Path, scores: Scores, example: Example, grid: Grid, land: np.ndarray | None) -> None:
+    """Write the plots of a run into `folder`/plots."""
+    target, combined = folder / "plots", combine(scores.by_forecast)
+    # Training (line) and validation loss (points) of metrics.jsonl against the step.
+    figure, (axes,) = build_panels(1, f"Loss: {folder.name}")
+    records = read_records(folder / "metrics.jsonl")
+    for key, label, line in (("loss", "training", "-"), ("val/loss", "validation", "o")):
+        points = [(record["step"], record[key]) for record in records if record.get(key) is not None]
+        if points:
+            text = f"{label} ({points[-1][1]:.4f} at the end)"
+            axes.plot(*zip(*points, strict=True), line, markersize=4, label=text)
+    axes.set(xlabel="step", ylabel="loss (normalised units)", yscale="log")
+    axes.grid(alpha=0.3, which="both")
+    if axes.lines:
+        axes.legend()
+    save(figure, target / "loss.png")
+    dates = describe_dates(scores.by_forecast["model"])
+    title = f"Root-mean-square error, validation period: {dates}"
+    plot_rmse(combined, scores.variables, title, target / "rmse.png")
+    plot_maps(example, scores.lead_hours[0], combined, grid, land, target / "maps.png")
 
 
 def plot_evaluation(evaluation: Evaluation, land: np.ndarray | None, folder: Path) -> None:
@@ -224,9 +209,9 @@ def plot_evaluation(evaluation: Evaluation, land: np.ndarray | None, folder: Pat
 
 def describe(evaluation: Evaluation) -> str:
     """Return the region, period and number of dates by lead, for titles."""
-    times, scores = evaluation.by_date["initial_time"].values, evaluation.scores
-    dates = describe_dates(scores["num_dates"].values[0].tolist(), lead_hours(scores))
-    return f"{scores['region'].item(0)}: {dates}, {str(times[0])[:10]} to {str(times[-1])[:10]}"
+    times, scores = evaluation.by_date["initial_time"].values, evaluation.scores.isel(forecast=0)
+    period = f"{str(times[0])[:10]} to {str(times[-1])[:10]}"
+    return f"{scores['region'].item(0)}: {describe_dates(scores)}, {period}"
 
 
 def plot_spectra(spectra: Mapping[str, xr.Dataset], target: Path) -> None:
@@ -236,16 +221,16 @@ def plot_spectra(spectra: Mapping[str, xr.Dataset], target: Path) -> None:
     """
     first, curves = next(iter(spectra.values())), {}
     for name in headline(variable_names(first)):
-        sources = {key: (each, "forecast") for key, each in spectra.items() if name in variable_names(each)}
-        of_forecast = {}
-        for key, (dataset, source) in (sources | {"truth": (first, "truth")}).items():
-            energy = one_variable(dataset, name).sel(source=source).isel(lead_time=-1, drop=True)
-            curve = mean_of_midlatitudes(energy).isel(zonal_wavenumber=slice(1, None))
-            of_forecast[key] = curve.where(curve > 0)  # an axis of logarithms has no 0
+        of_forecast, sources = {}, {key: energy for key, energy in spectra.items()} | {"truth": first}
+        for key, dataset in sources.items():
+            if name in variable_names(dataset):
+                energy = one_variable(dataset, name).isel(lead_time=-1, drop=True)
+                energy = energy.sel(source="truth" if key == "truth" else "forecast")
+                curve = mean_of_midlatitudes(energy).isel(zonal_wavenumber=slice(1, None))
+                of_forecast[key] = curve.where(curve > 0)  # an axis of logarithms has no 0
         if any(curve.notnull().any() for curve in of_forecast.values()):
-            curves[name] = of_forecast  # else each row there lacks a cell, or the grid has no such rows
-    if not curves:
-        return
+            curves[label_of(first, name)] = of_forecast  # else each row lacks a cell, or no row is there
     title = f"Zonal energy at {lead_hours(first)[-1]} h, {int(first['num_dates'][-1])} initial dates"
-    titles, legend = [label_with(name, units_of(first, name)) for name in curves], [*spectra, "truth"]
-    plot_lines(curves, "zonal wavenumber", titles, title, target, dict(zip(legend, legend, strict=True)))
+    if curves:
+        legend = {name: name for name in [*spectra, "truth"]}
+        plot_lines(curves, "zonal wavenumber", "log", title, target, legend)

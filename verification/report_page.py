@@ -20,7 +20,7 @@ from jinja2 import Environment, FileSystemLoader
 from errors import ConfigError, DataError, one_line_errors
 from jobs.durable_files import write_durably
 from jobs.journal import read_records
-from verification.tables import describe_dates, lead_hours, tables_of
+from verification.tables import describe_dates, tables_of
 
 # File in the run's folder -> its caption; in the order of the page.
 PLOTS = {
@@ -38,7 +38,24 @@ def write_page(folder: Path, output: Path) -> None:
     config, records = folder / "config.toml", read_records(folder / "metrics.jsonl")
     if not records or not config.exists():
         raise DataError(f"{folder}: no config.toml or no line in metrics.jsonl; name the folder of a run")
-    tables, scorecard = score_tables(folder, records), folder / "evaluation/scorecard.html"
+    tables, scorecard = list[pd.DataFrame](), folder / "evaluation/scorecard.html"
+    if (folder / "evaluation/scores.nc").exists():
+        options: dict[str, Any] = {"engine": "h5netcdf", "decode_timedelta": True}
+        scores = xr.load_dataset(folder / "evaluation/scores.nc", **options)
+        dates = describe_dates(scores.isel(forecast=0))
+        tables += tables_of(scores, f"evaluation of {scores.attrs.get('scored', 'forecasts')}: {dates}")
+    # The RMSE of the last validation, by variable and lead.
+    if validations := [record for record in records if "val/loss" in record]:
+        rows: dict[tuple[str, str], dict[str, Any]] = {}
+        for key, value in validations[-1].items():
+            if match := re.fullmatch(r"val/rmse(?:_(\w+))?/(.+?)(?:@(\d+)h)?", key):
+                name, variable, hours = match.groups()
+                lead = f"{hours} h" if hours else "first lead"
+                row = rows.setdefault((variable, lead), {"RMSE": variable, "lead": lead})
+                row[(name or "model").replace("_", " ")] = value
+        tables.append(pd.DataFrame(rows.values()))
+        title = f"root-mean-square error, validation of step {validations[-1]['step']}"
+        tables[-1].attrs["title"] = title
     pictures = {caption: folder / name for name, caption in PLOTS.items() if (folder / name).exists()}
     environment = Environment(loader=FileSystemLoader(Path(__file__).parent), autoescape=True)
     page = environment.get_template("report_page.html").render(
@@ -46,12 +63,9 @@ def write_page(folder: Path, output: Path) -> None:
         written=datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
         command=f".venv/bin/python -m verification.report_page {folder}",
         steps=max(record["step"] for record in records),
-        tables={
-            title: frame.to_html(index=False, float_format="{:.4g}".format, na_rep="")
-            for title, frame in tables.items()
-        },
+        tables=tables,
         scorecard=scorecard.read_text() if scorecard.exists() else "",
-        starts=pd.DataFrame(read_records(folder / "starts.jsonl")).to_html(index=False),
+        starts=pd.DataFrame(read_records(folder / "starts.jsonl")),
         pictures={c: base64.b64encode(path.read_bytes()).decode() for c, path in pictures.items()},
         config=config.read_text(),
     )
@@ -59,31 +73,6 @@ def write_page(folder: Path, output: Path) -> None:
         write_durably(output, page)
     except OSError as error:
         raise DataError(f"{output}: cannot be written: {error.strerror}") from None
-
-
-def score_tables(folder: Path, records: list[dict[str, Any]]) -> dict[str, pd.DataFrame]:
-    """Return title -> table: the scores of evaluate.py if there are any, the RMSE of the last validation."""
-    tables = {}
-    if (folder / "evaluation/scores.nc").exists():
-        with xr.open_dataset(
-            folder / "evaluation/scores.nc", engine="h5netcdf", decode_timedelta=True
-        ) as scores:
-            dates = describe_dates(scores["num_dates"].values[0].tolist(), lead_hours(scores))
-            about = f"evaluation of {scores.attrs.get('scored', 'forecasts')}: {dates}"
-            tables |= tables_of(scores.load(), about)
-    validations = [record for record in records if "val/loss" in record]
-    if not validations:
-        return tables
-    rows: dict[tuple[str, str], dict[str, Any]] = {}
-    for key, value in validations[-1].items():
-        if match := re.fullmatch(r"val/rmse(?:_(\w+))?/(.+?)(?:@(\d+)h)?", key):
-            name, variable, hours = match.groups()
-            lead = f"{hours} h" if hours else "first lead"
-            rows.setdefault((variable, lead), {})[(name or "model").replace("_", " ")] = value
-    frame = pd.DataFrame(
-        [{"RMSE": variable, "lead": lead, **values} for (variable, lead), values in rows.items()]
-    )
-    return tables | {f"root-mean-square error, validation of step {validations[-1]['step']}": frame}
 
 
 def main(argv: list[str]) -> None:

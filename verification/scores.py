@@ -1,4 +1,5 @@
-"""Scores of forecasts against the truth: statistics of single dates, and scores from their means over dates.
+"""Scores of forecasts against the truth: statistics of single dates, scores from their means over dates, and
+zonal energy spectra.
 
 A statistic is the area mean over a region of a quantity at every cell; a score is computed from means of
 statistics over dates (formulas: docs/verification.md), all in float64. Cells without a truth are left out.
@@ -7,11 +8,12 @@ broken forecast does not look like a missing one. Regions are WeatherBench2's (s
 predefined_regions); a cell belongs to a region if its centre does, limits included.
 
 Shapes: F forecasts, V variables (a level counts as one), M members, R regions, S statistics, H latitudes, W
-longitudes.
+longitudes, K = W // 2 + 1 wavenumbers.
 """
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -20,6 +22,7 @@ from torch import Tensor
 
 from datasets.grid import Grid, area_weights
 from errors import ConfigError
+from verification.tables import by_variable, squared
 
 # The statistics of one date, in the order of the first axis of `date_statistics`.
 ERRORS = ("mse", "mae", "bias")
@@ -32,16 +35,17 @@ WIND_VECTORS = {
     "wind_vector": ("u_component_of_wind", "v_component_of_wind"),
     "10m_wind_vector": ("10m_u_component_of_wind", "10m_v_component_of_wind"),
 }
-Interval = tuple[float, float]
+MIDLATITUDES = (30.0, 60.0)  # degrees north and south, where spectra are averaged for plots
+EARTH_RADIUS = (6357e3 + 6378e3) / 2  # metres; WeatherBench2's
 ON_THE_LIMIT = 1e-4  # tolerance in degrees: rounding of coordinates is smaller
 
 
 @dataclass(frozen=True)
 class Region:
-    """Latitudes (south, north) and longitudes (west, east) in degrees, eastwards from 0."""
+    """Intervals of latitude (south, north) and longitude (west, east) in degrees, eastwards from 0."""
 
-    latitudes: tuple[Interval, ...] = ((-90.0, 90.0),)
-    longitudes: tuple[Interval, ...] = ((0.0, 360.0),)
+    latitudes: Sequence[tuple[float, float]] = ((-90, 90),)
+    longitudes: Sequence[tuple[float, float]] = ((0, 360),)
 
 
 REGIONS = {
@@ -68,24 +72,20 @@ def region_weights(grid: Grid, names: Sequence[str]) -> tuple[np.ndarray, np.nda
     """
     if unknown := [name for name in names if name not in REGIONS]:
         raise ConfigError(f"region {unknown[0]!r}: not one of {', '.join(REGIONS)}")
-    area, east = area_weights(grid.latitude), grid.longitude % 360
-    rows = [_inside(grid.latitude, REGIONS[name].latitudes) * area for name in names]
-    columns = [_inside(east, REGIONS[name].longitudes) for name in names]
-    return np.stack(rows), np.stack(columns)
+
+    def inside(degrees: np.ndarray, intervals: Sequence[tuple[float, float]]) -> np.ndarray:
+        west, east = np.array(intervals).T[..., None]  # (intervals, 1)
+        return ((degrees >= west - ON_THE_LIMIT) & (degrees <= east + ON_THE_LIMIT)).any(axis=0).astype(float)
+
+    rows = [inside(grid.latitude, REGIONS[name].latitudes) for name in names]
+    columns = [inside(grid.longitude % 360, REGIONS[name].longitudes) for name in names]
+    return np.stack(rows) * area_weights(grid.latitude), np.stack(columns)
 
 
 def regions_on(grid: Grid) -> list[str]:
     """Return the names of the regions that have a cell on the grid."""
     rows, columns = region_weights(grid, list(REGIONS))
-    there = rows.sum(axis=1) * columns.sum(axis=1) > 0
-    return [name for name, cells in zip(REGIONS, there, strict=True) if cells]
-
-
-def _inside(values: np.ndarray, intervals: Sequence[Interval]) -> np.ndarray:
-    """Return 1 where values (N,) are in one of the intervals, else 0."""
-    limits = np.asarray(intervals)[:, :, None]  # (intervals, 2, 1)
-    inside = (values >= limits[:, 0] - ON_THE_LIMIT) & (values <= limits[:, 1] + ON_THE_LIMIT)
-    return np.any(inside, axis=0).astype(float)
+    return np.array(list(REGIONS))[rows.any(axis=1) & columns.any(axis=1)].tolist()
 
 
 class RegionMeans:
@@ -94,7 +94,10 @@ class RegionMeans:
     def __init__(self, grid: Grid, regions: Sequence[str], device: torch.device | str = "cpu") -> None:
         rows, columns = region_weights(grid, regions)
         distinct, self.column_of = np.unique(columns, axis=0, return_inverse=True)  # most go all round
-        self.stretches = [stretches(inside) for inside in distinct]
+        self.stretches = []  # of columns inside, as slices: one of no column in a region off the grid
+        for inside in distinct:
+            ends = np.flatnonzero(np.diff(inside, prepend=0, append=0)).tolist() or [0, 0]
+            self.stretches.append([slice(*pair) for pair in zip(ends[::2], ends[1::2], strict=True)])
         self.rows = torch.from_numpy(rows).T.contiguous().to(device)  # (H, R)
         self.weight = self.total(torch.ones(grid.shape, dtype=torch.float64, device=device))  # (R,)
 
@@ -121,12 +124,6 @@ class RegionMeans:
         return torch.where(self.total(broken.double()) > 0, torch.inf, means)
 
 
-def stretches(inside: np.ndarray) -> list[slice]:
-    """Return slices of the columns (W,) that are not 0; an empty slice if all are 0."""
-    edges = np.flatnonzero(np.diff(inside != 0, prepend=False, append=False)).tolist()
-    return [slice(*ends) for ends in zip(edges[::2], edges[1::2], strict=True)] or [slice(0, 0)]
-
-
 # -- one date and lead ---------------------------------------------------------------------------------
 
 
@@ -144,30 +141,29 @@ def date_statistics(
     forecasts: (V, H, W), or (M, V, H, W) of an ensemble: its mean is scored, its members give CRPS and
     variance; truth and the climatology of the valid time (V, H, W).
     """
-    names = statistic_names(climatology is not None, any(each.ndim > truth.ndim for each in forecasts))
-    anomalies = slice(len(ERRORS), len(ERRORS) + len(ANOMALIES))
+    names = statistic_names(climatology is not None, any(f.ndim > truth.ndim for f in forecasts))
+    first = len(ERRORS)  # of ANOMALIES
     shape = (len(forecasts), len(names), len(truth), len(mean.weight))
     values = torch.full(shape, torch.nan, dtype=torch.float64, device=truth.device)
     # Blocks of variables, because work arrays should stay in the cache.
     size = max(1, CELLS_AT_ONCE[truth.device.type] // truth[0].numel())
     for start in range(0, len(truth), size):
         block = slice(start, start + size)
-        exact, normal, expected = truth[block].double(), None, None
+        exact = truth[block].double()
         if climatology is not None:
             normal = climatology[block].double()
-            expected = exact - normal
-            known = torch.where(torch.isnan(normal), torch.nan, exact)
+            expected, known = exact - normal, torch.where(torch.isnan(normal), torch.nan, exact)
+            values[:, first + 2, block] = mean((expected * expected)[None], known)[0]
         for f, forecast in enumerate(forecasts):
             members = forecast[..., block, :, :]
             is_ensemble = members.ndim > exact.ndim
             state = members.double().mean(dim=0) if is_ensemble else members.double()
             error = state - exact
-            fields = [error * error, error.abs(), error]
-            values[f, : len(ERRORS), block] = mean(torch.stack(fields), exact)
-            if normal is not None and expected is not None:
+            values[f, : len(ERRORS), block] = mean(torch.stack([error * error, error.abs(), error]), exact)
+            if climatology is not None:
                 anomaly = state - normal
-                fields = [anomaly * expected, anomaly * anomaly, expected * expected]
-                values[f, anomalies, block] = mean(torch.stack(fields), known)
+                fields = [anomaly * expected, anomaly * anomaly]
+                values[f, first : first + 2, block] = mean(torch.stack(fields), known)
             if is_ensemble:
                 fields = [fair_crps(members, exact), members.double().var(dim=0, correction=1)]
                 values[f, -len(ENSEMBLE) :, block] = mean(torch.stack(fields), exact)
@@ -187,29 +183,28 @@ def fair_crps(members: Tensor, truth: Tensor) -> Tensor:
     return distance.abs().mean(dim=0) - (factor * distance).sum(dim=0)
 
 
-def wind_pairs(variables: Sequence[str]) -> dict[str, tuple[int, int]]:
-    """Return the positions of both components by wind vector ("wind_vector:500")."""
-    position, pairs = {name: i for i, name in enumerate(variables)}, {}
+def append_wind(values: np.ndarray, scores: Sequence[str], variables: Sequence[str]) -> np.ndarray:
+    """Append the wind vectors of `variables` to statistics (S, ..., V, R) named `scores`. Only their squared
+    error is defined, the sum over both components; of the areas they have those of u.
+    """
+    pairs = wind_pairs(variables).values()
+    u, v = ([variables.index(pair[i]) for pair in pairs] for i in range(2))
+    vectors = np.full_like(values[..., u, :], np.nan)
+    for s, name in enumerate(scores):
+        if name in ("mse", COMMON_AREA):
+            vectors[s] = values[s][..., u, :] + (values[s][..., v, :] if name == "mse" else 0)
+    return np.concatenate([values, vectors], axis=-2)
+
+
+def wind_pairs(variables: Sequence[str]) -> dict[str, tuple[str, str]]:
+    """Return the names of both components by wind vector ("wind_vector:500")."""
+    pairs = {}
     for name in variables:
         base, colon, level = name.partition(":")
         for vector, (u, v) in WIND_VECTORS.items():
-            if base == u and v + colon + level in position:
-                pairs[vector + colon + level] = position[name], position[v + colon + level]
+            if base == u and v + colon + level in variables:
+                pairs[vector + colon + level] = name, v + colon + level
     return pairs
-
-
-def append_wind(values: np.ndarray, names: Sequence[str], pairs: Mapping[str, tuple[int, int]]) -> np.ndarray:
-    """Append wind vectors to statistics (S, ..., V, R) of these names. Only their squared error is defined,
-    the sum over both components; of the areas they have those of u.
-    """
-    u, v = (list(rows) for rows in zip(*pairs.values(), strict=True)) if pairs else ([], [])
-    vectors = np.full_like(values[..., u, :], np.nan)
-    mse = names.index("mse")
-    vectors[mse] = values[mse][..., u, :] + values[mse][..., v, :]
-    if COMMON_AREA in names:
-        area = names.index(COMMON_AREA)
-        vectors[area] = values[area][..., u, :]
-    return np.concatenate([values, vectors], axis=-2)
 
 
 # -- means over dates ----------------------------------------------------------------------------------
@@ -224,11 +219,11 @@ def final_scores(statistics: xr.DataArray, num_members: xr.DataArray | int = 1) 
     it has the score. NaN where a forecast is broken on a date. num_members: of each forecast.
     """
     by_date = {str(name): statistics.sel(score=name, drop=True) for name in statistics["score"].values}
-    mse = by_date["mse"]
+    means, scores = {name: values.mean("initial_time") for name, values in by_date.items()}, {}
+    mse, variance = means["mse"], means.get("variance")
     with np.errstate(invalid="ignore", divide="ignore"):
-        means = {name: values.mean("initial_time") for name, values in by_date.items()}
-        scores = {"mse": means["mse"], "rmse": means["mse"] ** 0.5}
-        scores["rmse_sqrt_before_time_avg"] = (mse**0.5).mean("initial_time")
+        scores |= {"mse": mse, "rmse": mse**0.5}
+        scores["rmse_sqrt_before_time_avg"] = (by_date["mse"] ** 0.5).mean("initial_time")
         scores |= {name: means[name] for name in ERRORS[1:]}
         if "anomaly_covariance" in means:
             squares = by_date["forecast_anomaly_square"] * by_date["truth_anomaly_square"]
@@ -236,15 +231,94 @@ def final_scores(statistics: xr.DataArray, num_members: xr.DataArray | int = 1) 
             ours, theirs = means["forecast_anomaly_square"], means["truth_anomaly_square"]
             scores["acc_ratio_of_means"] = means["anomaly_covariance"] / (ours * theirs) ** 0.5
             scores |= {"forecast_activity": ours**0.5, "truth_activity": theirs**0.5}
-        if "crps" in means:
-            spread, unbiased = means["variance"] ** 0.5, means["mse"] - means["variance"] / num_members
+        if variance is not None:
+            spread = variance**0.5
             scores |= {"crps": means["crps"], "spread": spread, "spread_skill_ratio": spread / scores["rmse"]}
-            scores["unbiased_spread_skill_ratio"] = (means["variance"] / unbiased) ** 0.5
+            scores["unbiased_spread_skill_ratio"] = (variance / (mse - variance / num_members)) ** 0.5
     # A mean that is infinite is that of a forecast that is broken on some date; the truth is not.
-    is_whole = np.isfinite(means["mse"])
-    scores = {name: s if name == "truth_activity" else s.where(is_whole) for name, s in scores.items()}
-    area = {name: values for name, values in means.items() if name == COMMON_AREA}
-    scores = {"num_dates": mse.notnull().sum("initial_time").astype(float)} | area | scores
+    scores = {
+        name: s if name == "truth_activity" else s.where(np.isfinite(mse)) for name, s in scores.items()
+    }
+    counts = {"num_dates": by_date["mse"].notnull().sum("initial_time").astype(float)}
+    if COMMON_AREA in means:
+        counts[COMMON_AREA] = means[COMMON_AREA]
+    scores = counts | scores
     index = xr.DataArray(list(scores), dims="metric", name="metric")
     result = xr.concat(list(scores.values()), index, coords="minimal", compat="override")
     return result.transpose("metric", ..., "region", "lead_time", "variable", missing_dims="ignore")
+
+
+# -- zonal energy spectra ------------------------------------------------------------------------------
+
+
+class Spectra:
+    """Sums over dates of the zonal energy spectra of a forecast and the truth at one lead, float64."""
+
+    def __init__(self, variables: Sequence[str], grid: Grid, device: torch.device | str) -> None:
+        self.variables, self.grid = list(variables), grid
+        self.length = torch.from_numpy(circumference(grid.latitude)).to(device)
+        waves = (grid.shape[0], grid.shape[1] // 2 + 1)
+        shapes = {"dates": (), "whole_rows": grid.shape[:1], "forecast": waves, "truth": waves}
+        self.sums = {
+            name: torch.zeros((len(variables), *shape), dtype=torch.float64, device=device)
+            for name, shape in shapes.items()
+        }
+
+    def add(self, forecast: Tensor, truth: Tensor, rows: Sequence[int]) -> None:
+        """Add a date: forecast ([M,] V, H, W), truth (V, H, W); rows: positions of these V among all."""
+        for i, v in enumerate(rows):  # one at a time: members and waves are large
+            exact = truth[i].double()
+            members = forecast[..., i, :, :].double().reshape(-1, *exact.shape)
+            valid = torch.isfinite(exact)
+            is_complete = valid.all(dim=-1)  # a row with a missing value has no spectrum
+            self.sums["dates"][v] += valid.any()
+            self.sums["whole_rows"][v] += is_complete
+            for name, fields in {"forecast": members, "truth": exact[None]}.items():
+                # Mean energy of the members, not the energy of their mean, which is too smooth.
+                energy = zonal_energy_spectrum(fields, self.length).mean(dim=0)
+                self.sums[name][v] += torch.where(is_complete[:, None], energy, 0.0)
+
+    def result(self, lead: np.ndarray, has: Sequence[bool], units: Mapping[str, str]) -> xr.Dataset:
+        """Return dims (lead_time[, level], latitude, zonal_wavenumber, source): means over the dates that
+        have all values on the circle of latitude. Coordinate `num_dates`: all dates. has: the variables that
+        the forecast has; the others are left out. lead: (1,).
+        """
+        sources, rows = ["forecast", "truth"], np.flatnonzero(has).tolist()
+        mean = torch.stack([self.sums[name][rows] for name in sources], dim=-1)[None]
+        mean /= self.sums["whole_rows"][rows][..., None, None]
+        coords: dict[str, Any] = {"lead_time": lead.astype("timedelta64[ns]")}
+        coords |= {"latitude": self.grid.latitude, "zonal_wavenumber": np.arange(mean.shape[-2])}
+        coords |= {"source": sources, "num_dates": ("lead_time", [int(self.sums["dates"].max())])}
+        dims = ["lead_time", "variable", "latitude", "zonal_wavenumber", "source"]
+        array = xr.DataArray(mean.cpu().numpy(), coords, dims)
+        spectra = by_variable(array, [self.variables[row] for row in rows], units)
+        for field in spectra.data_vars.values():  # squared, times the length of a circle of latitude
+            field.attrs["units"] = f"{squared(field.attrs['units'])} m".strip()
+        return spectra
+
+
+def circumference(degrees_north: np.ndarray) -> np.ndarray:
+    """Return the lengths (H,) in metres of the circles at these latitudes; 0 at the poles, to rounding."""
+    return 2 * np.pi * EARTH_RADIUS * np.cos(np.deg2rad(np.asarray(degrees_north, np.float64)))
+
+
+def zonal_energy_spectrum(fields: Tensor, length: Tensor) -> Tensor:
+    """Return the energy (..., H, K) float64 of fields (..., H, W) round the globe; length (H,) in metres of
+    the circles of latitude. The sum over K is the integral of the square along the circle.
+
+    WeatherBench2's derived_variables.ZonalEnergySpectrum, in which the highest wavenumber of an even W counts
+    twice, too. NaN along a row with a NaN.
+    """
+    waves = torch.fft.rfft(fields.double(), norm="forward")
+    energy = waves.real.square() + waves.imag.square()
+    energy[..., 1:] *= 2  # positive and negative wavenumbers
+    return energy * length[:, None]
+
+
+def mean_of_midlatitudes(spectrum: xr.DataArray) -> xr.DataArray:
+    """Return the mean of a spectrum over the rows of middle latitudes; over all but the poles where the grid
+    has none. Rows without a value (NaN) are left out.
+    """
+    north = abs(spectrum["latitude"])
+    inside = (north >= MIDLATITUDES[0]) & (north <= MIDLATITUDES[1])
+    return spectrum.where(inside if inside.any() else north < 90).mean("latitude")

@@ -1,13 +1,13 @@
-"""Stores of forecasts and climatologies in WeatherBench2's schema. Forecasts are written while the model
-computes the next ones.
+"""Stores of forecasts and climatologies in WeatherBench2's schema: written while the model computes the next
+forecasts, and those of any centre read back (HRES, Pangu, GraphCast, IFS ensemble, ...).
 
     forecast.zarr/                   (time, prediction_timedelta[, number][, level], latitude, longitude)
         geopotential/c/0/3/0/0/0     a chunk: one variable of one date (and member) at one lead, all levels
         forecast_status/c/0/0     status of each lead, for a date (and member) with all its leads
 
 A chunk gets its name when it is complete, so that xarray can open the store at any time: a missing chunk is
-NaN, and its status "not_computed". Metadata are consolidated. Shapes: B states, V variables, H latitudes,
-W longitudes.
+NaN, and its status "not_computed". Metadata are consolidated. Shapes: n dates, B states, M members, L leads,
+V variables, H latitudes, W longitudes.
 """
 
 import hashlib
@@ -27,17 +27,20 @@ from uuid import uuid4
 import numpy as np
 import xarray as xr
 import zarr
+from dask import array as dask
 from torch import Tensor
 from zarr.codecs import BloscCodec
 
 from datasets.archive import Archive
-from datasets.fields import Field
+from datasets.fields import Field, NamedFields
 from datasets.grid import Grid
+from datasets.plausibility import refuse_fills
+from datasets.remote import NO_OPTIONS, Access
+from datasets.source import FORECAST_ROLES, find_files, open_fields, open_files
 from datasets.variables import STANDARD_NAMES, group_levels, split_name, units
-from errors import ConfigError
+from errors import ConfigError, DataError
 
-# Attributes of coordinates and stores by the CF conventions, which other tools use to find them.
-CONVENTIONS = {"Conventions": "CF-1.11"}
+# Attributes of coordinates by the CF conventions, which other tools use to find them.
 COORDINATES = {
     "time": {"standard_name": "forecast_reference_time", "axis": "T"},
     "prediction_timedelta": {"standard_name": "forecast_period"},
@@ -51,6 +54,7 @@ STATUS = "forecast_status"
 NOT_COMPUTED, COMPUTED, DIVERGED, NO_ANALYSIS = range(4)
 STATUS_FLAGS = {
     "long_name": "status of the forecast",
+    # Attributes have no types in Zarr: read back, these are int64, and CF wants the type of the array.
     "flag_values": [NOT_COMPUTED, COMPUTED, DIVERGED, NO_ANALYSIS],
     "flag_meanings": "not_computed computed diverged no_initial_analysis",
 }
@@ -62,8 +66,8 @@ LEADS_IN_FLIGHT = 2  # leads of this rank on the device or being written; more w
 
 def all_levels(variables: Sequence[str]) -> list[int]:
     """Return the levels of all variables, ascending (hPa), which all arrays of a store share."""
-    own = group_levels(variables).values()
-    return sorted({level for levels in own for level in levels if level is not None})
+    levels = {level for rows in group_levels(variables).values() for level in rows}
+    return sorted(level for level in levels if level is not None)
 
 
 def create_store(
@@ -74,55 +78,37 @@ def create_store(
     chunks: Mapping[str, int],
     attributes: Mapping[str, str],
     own_units: Mapping[str, str],
+    has_status: bool = False,
 ) -> None:
-    """Create Zarr with consolidated metadata: NaN arrays (*axes[, level], latitude, longitude), float32.
+    """Create Zarr with consolidated metadata: NaN arrays (*axes[, level], latitude, longitude), float32, and
+    the status (*axes) of forecasts if `has_status`.
 
     axes: name -> coordinate; chunks: name of an axis -> how many of it are in a chunk, else all of them;
     own_units: of variables that the project does not know.
     """
-    levels = all_levels(variables)
-    values = {**axes, "level": levels, "latitude": grid.latitude, "longitude": grid.longitude}
-    values = {name: own for name, own in values.items() if len(own)}
-    coords = {name: (name, own, COORDINATES.get(name, {})) for name, own in values.items()}
+    axes = {**axes, "level": np.array(all_levels(variables))}
+    axes |= {"latitude": grid.latitude, "longitude": grid.longitude}
+    coords = {name: (name, axis, COORDINATES.get(name, {})) for name, axis in axes.items() if len(axis)}
+    store = xr.Dataset(coords=coords, attrs={"Conventions": "CF-1.11", **attributes})
     given = {split_name(name)[0]: text for name, text in own_units.items()}
-    empty = xr.Dataset(coords=coords, attrs={**CONVENTIONS, **attributes})
-    empty.to_zarr(path, mode="w", zarr_format=3, consolidated=False)
-    for name, own in group_levels(variables).items():
-        known = {"standard_name": STANDARD_NAMES[name]} if name in STANDARD_NAMES else {}
-        about = {"units": units(name) or given.get(name, ""), **known}
-        dims = [*axes, *["level"] * (None not in own), "latitude", "longitude"]
-        create_array(path, name, {dim: empty.sizes[dim] for dim in dims}, chunks, "float32", np.nan, about)
-    consolidate(path)
-
-
-def create_array(
-    path: str | Path,
-    name: str,
-    sizes: Mapping[str, int],
-    chunks: Mapping[str, int],
-    dtype: str,
-    fill_value: float,
-    attributes: Mapping[str, Any],
-) -> None:
-    """Create an array of fill values in a store. sizes: of its dimensions; chunks: as in `create_store`."""
-    zarr.create_array(
-        str(path),
-        name=name,
-        shape=tuple(sizes.values()),
-        chunks=tuple(chunks.get(dim, size) for dim, size in sizes.items()),
-        dtype=dtype,
-        compressors=COMPRESSOR,
-        fill_value=fill_value,
-        zarr_format=3,
-        dimension_names=list(sizes),
-        attributes=dict(attributes),
-    )
-
-
-def consolidate(path: str | Path) -> None:
-    """Copy the metadata of all arrays to the group's: programs then open a store without listing it."""
-    with warnings.catch_warnings(action="ignore"):  # of folders that are no arrays, and of Zarr 3 as a whole
-        zarr.consolidate_metadata(str(path), zarr_format=3)
+    encoding: dict[str, dict[str, Any]] = {}
+    for name, rows in group_levels(variables).items():
+        about = {"units": units(name) or given.get(name, "")}
+        if name in STANDARD_NAMES:
+            about["standard_name"] = STANDARD_NAMES[name]
+        dims = [dim for dim in axes if dim != "level" or None not in rows]
+        shape = [store.sizes[dim] for dim in dims]
+        store[name] = dims, dask.full(shape, np.nan, dtype=np.float32, chunks=-1), about
+        in_chunk = tuple(chunks.get(dim, store.sizes[dim]) for dim in dims)
+        encoding[name] = {"chunks": in_chunk, "compressors": COMPRESSOR, "fill_value": np.nan}
+    if has_status:
+        dims = [dim for dim in axes if dim not in ("level", "latitude", "longitude")]
+        shape = [store.sizes[dim] for dim in dims]
+        store[STATUS] = dims, dask.zeros(shape, dtype=np.int64, chunks=-1), STATUS_FLAGS
+        in_chunk = tuple(store.sizes[dim] if dim == "prediction_timedelta" else 1 for dim in dims)
+        encoding[STATUS] = {"chunks": in_chunk, "compressors": COMPRESSOR}
+    with warnings.catch_warnings(action="ignore"):  # that Zarr 3 has no specification of them
+        store.to_zarr(path, mode="w", zarr_format=3, compute=False, consolidated=True, encoding=encoding)
 
 
 def identity_of(attributes: Mapping[str, Any]) -> dict[str, Any] | None:
@@ -171,25 +157,25 @@ def state_of_analyses(archive: Archive, variables: Sequence[str], time: np.datet
     return hashlib.sha256("".join(sorted(states)).encode()).hexdigest()
 
 
-@dataclass(frozen=True, eq=False)
-class StoreIndex:
-    """Content of a store. leads: hours after the initial date."""
+@dataclass(eq=False)
+class ForecastStore:
+    """A store on disk that rank 0 creates; then every rank writes chunks of its own, in one thread per array,
+    while the model computes.
+    """
 
+    path: Path
     variables: Sequence[str]
     grid: Grid
     dates: np.ndarray  # (n,) datetime64[s], initial dates, ascending
-    leads: Sequence[int]
+    leads: Sequence[int]  # hours after the initial date
     num_members: int = 1
     units: Mapping[str, str] = field(default_factory=dict)  # of each variable
 
-
-class ForecastStore:
-    """A store on disk that rank 0 creates; then every rank writes chunks of its own."""
-
-    def __init__(self, path: Path, index: StoreIndex) -> None:
-        self.path, self.index = path, index
-        self.arrays, self.levels = group_levels(index.variables), all_levels(index.variables)
+    def __post_init__(self) -> None:
+        self.arrays, self.levels = group_levels(self.variables), all_levels(self.variables)
         self.opened: dict[str, zarr.Array] = {}
+        self.pool = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="forecast-writer")
+        self.in_flight: deque[list[Future]] = deque()  # of each lead that may not be written yet
 
     def create(self, about: dict[str, Any]) -> None:
         """Create the store, or continue an existing one. Raises ConfigError if it has another forecast."""
@@ -209,21 +195,14 @@ class ForecastStore:
         unfinished = self.path.with_name(self.path.name + ".incomplete")
         shutil.rmtree(unfinished, ignore_errors=True)
         unfinished.parent.mkdir(parents=True, exist_ok=True)
-        index = self.index
-        leads = np.asarray(index.leads).astype("timedelta64[h]").astype("timedelta64[ns]")
-        axes = {"time": index.dates.astype("datetime64[ns]"), "prediction_timedelta": leads}
-        axes |= {"number": np.arange(index.num_members)} if index.num_members > 1 else {}
-        chunks, content = dict.fromkeys(axes, 1), {ATTRIBUTE: json.dumps(about)}
-        create_store(unfinished, index.variables, index.grid, axes, chunks, content, index.units)
-        sizes = {name: len(axis) for name, axis in axes.items()}
-        chunks["prediction_timedelta"] = len(leads)
-        # Attributes have no types in Zarr: read back, flag_values are int64, and CF wants one type for both.
-        create_array(unfinished, STATUS, sizes, chunks, "int64", NOT_COMPUTED, STATUS_FLAGS)
-        consolidate(unfinished)
+        leads = np.asarray(self.leads).astype("timedelta64[h]").astype("timedelta64[ns]")
+        axes = {"time": self.dates.astype("datetime64[ns]"), "prediction_timedelta": leads}
+        axes |= {"number": np.arange(self.num_members)} if self.num_members > 1 else {}
+        settings = dict.fromkeys(axes, 1), {ATTRIBUTE: json.dumps(about)}, self.units
+        create_store(unfinished, self.variables, self.grid, axes, *settings, has_status=True)
         os.replace(unfinished, self.path)
 
     def _open(self) -> xr.Dataset:
-        """Open what is stored. Raises ConfigError if it cannot be opened."""
         try:
             return xr.open_zarr(self.path, chunks=None, consolidated=False, decode_cf=False)
         except (OSError, ValueError, KeyError, TypeError, ExceptionGroup):  # zarr's, of many files
@@ -233,49 +212,18 @@ class ForecastStore:
         fix = "remove it, or name another forecast.path"
         return ConfigError(f"forecast.path = '{self.path}': {reason}; {fix}")
 
-    # -- status --------------------------------------------------------------------------------------
-
     def status(self) -> np.ndarray:
         """Return the status (n, L, M) of each date, lead and member. Raises ConfigError if there is none."""
         with self._open() as forecasts:
             if STATUS not in forecasts:
                 raise self._error(f"it has no {STATUS}")
-            found = forecasts[STATUS].values
-        return found.reshape(len(self.index.dates), len(self.index.leads), self.index.num_members)
+            status = forecasts[STATUS].values
+        return status.reshape(len(self.dates), len(self.leads), self.num_members)
 
     def finish(self, date: int, member: int, status: np.ndarray) -> None:
         """Write the status (L,) of a date and member that has all its leads."""
-        at = (date, slice(None), member) if self.index.num_members > 1 else (date, slice(None))
+        at = (date, slice(None), member) if self.num_members > 1 else (date, slice(None))
         self._array(STATUS)[at] = status
-
-    def _array(self, name: str) -> zarr.Array:
-        if name not in self.opened:
-            self.opened[name] = cast(zarr.Array, zarr.open_array(str(self.path), path=name, mode="r+"))
-        return self.opened[name]
-
-    # -- chunks --------------------------------------------------------------------------------------
-
-    def write_chunks(self, name: str, pairs: Sequence[tuple[int, int]], lead: int, fields: Tensor) -> None:
-        """Write one array at the lead numbered `lead`; fields (B, V, H, W) of B pairs (date, member)."""
-        channel_of = self.arrays[name]  # by level
-        values = fields[:, list(channel_of.values())].cpu().numpy()
-        if None in channel_of:
-            values = values[:, 0]
-        elif list(channel_of) != self.levels:  # NaN where the array has none
-            own, shape = values, (len(values), len(self.levels), *values.shape[2:])
-            values = np.full(shape, np.nan, np.float32)
-            values[:, [self.levels.index(cast(int, level)) for level in channel_of]] = own
-        for (date, member), value in zip(pairs, values, strict=True):
-            at = (date, lead, member) if self.index.num_members > 1 else (date, lead)
-            self._array(name)[at] = value
-
-
-class ForecastWriter:
-    """Writer of fields from the device, in one thread per array, while the model computes."""
-
-    def __init__(self, store: ForecastStore) -> None:
-        self.store, self.pool = store, ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="forecast-writer")
-        self.in_flight: deque[list[Future]] = deque()  # of each lead that may not be written yet
 
     def write(self, pairs: Sequence[tuple[int, int]], lead: int, fields: Tensor) -> None:
         """Start to write fields (B, V, H, W) at a lead, of B pairs (date, member); do not change them after.
@@ -283,8 +231,8 @@ class ForecastWriter:
         Waits while LEADS_IN_FLIGHT are being written. Raises OSError of an earlier lead.
         """
         self.wait(LEADS_IN_FLIGHT - 1)
-        submit, names = self.pool.submit, self.store.arrays
-        self.in_flight.append([submit(self.store.write_chunks, n, pairs, lead, fields) for n in names])
+        tasks = [self.pool.submit(self.write_chunks, name, pairs, lead, fields) for name in self.arrays]
+        self.in_flight.append(tasks)
 
     def wait(self, at_most: int = 0) -> None:
         """Wait until at most `at_most` leads are in flight. Raises OSError if one could not be written."""
@@ -292,5 +240,100 @@ class ForecastWriter:
             for future in self.in_flight.popleft():
                 future.result()
 
-    def close(self) -> None:
-        self.pool.shutdown(wait=True, cancel_futures=True)
+    def write_chunks(self, name: str, pairs: Sequence[tuple[int, int]], lead: int, fields: Tensor) -> None:
+        """Write one array at the lead numbered `lead`; fields (B, V, H, W) of B pairs (date, member)."""
+        rows = self.arrays[name]  # by level
+        values = fields[:, list(rows.values())].cpu().numpy()
+        if None in rows:
+            values = values[:, 0]
+        elif list(rows) != self.levels:  # NaN where the array has none
+            of_levels, shape = values, (len(values), len(self.levels), *values.shape[2:])
+            values = np.full(shape, np.nan, np.float32)
+            values[:, [self.levels.index(cast(int, level)) for level in rows]] = of_levels
+        for (date, member), value in zip(pairs, values, strict=True):
+            at = (date, lead, member) if self.num_members > 1 else (date, lead)
+            self._array(name)[at] = value
+
+    def _array(self, name: str) -> zarr.Array:
+        if name not in self.opened:
+            self.opened[name] = cast(zarr.Array, zarr.open_array(str(self.path), path=name, mode="r+"))
+        return self.opened[name]
+
+
+class StoredForecast(NamedFields):
+    """Forecasts of one store, of any centre: a verification.matching.ForecastFields.
+
+    Names, order of dimensions, direction of latitude and levels, and units of the lead are found from the
+    content, by the code that reads analyses (datasets/fields.py).
+    """
+
+    def __init__(
+        self,
+        path: str,
+        fields: Sequence[Field],
+        unreadable: dict[str, str],
+        status: np.ndarray | None,
+        identity: dict[str, Any] | None = None,
+    ) -> None:
+        """status: (n, L), the worst of the members, and identity: of a store that forecast.py has written.
+        Raises DataError for axes that forecasts cannot have.
+        """
+        super().__init__(path, fields, unreadable)
+        self.stored, self.status = list(fields), status
+        self.checkpoint = str((identity or {}).get("checkpoint", ""))
+        self.times, self.leads = np.asarray(fields[0].times), fields[0].labels["lead"]
+        for name, axis in (("time", self.times), ("lead time", self.leads)):
+            if not (np.diff(axis) > np.timedelta64(0, "s")).all():
+                raise DataError(f"cannot read {path!r} as forecasts: its {name} does not ascend, or repeats")
+        self.num_members = max(field.size("number") for field in fields)
+        if other := next((field for field in fields if field.size("number") != self.num_members), None):
+            reason = f"{other.names[0]} has {other.size('number')} members, others have {self.num_members}"
+            raise DataError(f"cannot read {path!r} as forecasts: {reason}; write it for all of them")
+        self.block = max(field.chunk("time") for field in fields), max(f.chunk("lead") for f in fields)
+
+    def read_block(self, dates: slice, leads: slice, variables: Sequence[str]) -> np.ndarray:
+        """Return (n, k, V, H, W), or (n, k, M, V, H, W), float32. Raises DataError for a missing variable."""
+        fields = self.read_fields(variables, ("time", "lead", "number"), {"time": dates, "lead": leads})
+        if self.status is None:  # ours may blow up
+            for time, of_date in zip(self.times[dates], fields, strict=True):
+                of_variables = of_date.reshape(-1, *of_date.shape[-3:]).swapaxes(0, 1)
+                refuse_fills(of_variables, variables, time, self.path)
+        return fields if self.num_members > 1 else fields[:, :, 0]
+
+    def state(self, time: np.datetime64) -> str:
+        """Return the state of the files with the forecasts from a date."""
+        row = int(np.searchsorted(self.times, time))
+        status = "" if self.status is None else self.status[row].tolist()
+        return f"{state_of_files(self.stored, {'time': row})} {status}"
+
+
+def open_forecast(
+    path: str, picks: Mapping[str, str] | None = None, access: Access = NO_OPTIONS
+) -> StoredForecast:
+    """Open forecasts in a Zarr store (folder or fsspec URL) or a NetCDF file.
+
+    picks: name of a dimension that is not an axis of forecasts -> label to read. access: options for URLs.
+    Raises DataError, one line with path and reason, if there are no forecasts.
+    """
+    files = find_files(path)
+    if len(files) > 1:
+        raise DataError(f"{path!r} has {len(files)} files: name one store of forecasts, such as {files[0]!r}")
+    opened, unreadable = open_fields(files[0], picks, access, FORECAST_ROLES)
+    fields = [field for field in opened if "lead" in field.roles]
+    if not fields:
+        why = "".join(f"; {name}: {reason}" for name, reason in list(unreadable.items())[:3])
+        axes = "a lead time (prediction_timedelta) and latitude and longitude"
+        raise DataError(f"cannot read {path!r} as forecasts: no variable has {axes}{why}")
+    file = open_files(files[0], access)[0]
+    # Scored as if by initial date, a perfect forecast stored by valid time has large errors.
+    by_both = [name for name in FORECAST_ROLES["time"] if name in file.arrays and file.arrays[name].ndim > 1]
+    axis = next((f.dims[f.roles.index("time")] for f in fields if f.dims and "time" in f.roles), "")
+    if by_both or axis.lower() == "valid_time":
+        fix = "store them by initial date and lead, as with xarray's `ds.sel(valid_time=init_time + lead)`"
+        raise DataError(f"cannot read {path!r} as forecasts: its dates {axis!r} are valid times; {fix}")
+    status = None
+    if STATUS in file.arrays:
+        members = np.asarray(file.fetch(STATUS), int)  # (n, L[, M])
+        members = members.reshape(*members.shape[:2], -1)
+        status = np.where((members == NOT_COMPUTED).any(-1), NOT_COMPUTED, members.max(-1))
+    return StoredForecast(path, fields, unreadable, status, identity_of(file.attrs))

@@ -37,16 +37,8 @@ TITLES = {
     "unbiased_spread_skill_ratio": "spread over skill, 1 for a perfect ensemble",
 }
 OF_MEMBERS = ("crps", "unbiased_spread_skill_ratio")  # others of TITLES are of the mean of an ensemble
-# Metrics without units, and those in the square of their variable's.
-PURE = (
-    "acc",
-    "acc_ratio_of_means",
-    "spread_skill_ratio",
-    "unbiased_spread_skill_ratio",
-    "num_dates",
-    "common_area",
-)
-SQUARES = ("mse", "variance", "anomaly_covariance", "forecast_anomaly_square", "truth_anomaly_square")
+# Metrics without units, of those in a table.
+PURE = ("acc", "unbiased_spread_skill_ratio")
 # Of the scorecard.
 BOUND = 50.0  # per cent at the ends of the colour scale
 LEVEL = 0.05  # of significance
@@ -60,14 +52,14 @@ def by_variable(array: xr.DataArray, variables: Sequence[str], own_units: Mappin
 
     own_units: units of the variables that the project does not know.
     """
-    fields: list[xr.Dataset] = []
+    array, fields = array.drop_vars("variable", errors="ignore"), list[xr.Dataset]()
     for name, rows in group_levels(variables).items():
+        field = array.isel(variable=list(rows.values()))
         if None in rows:
-            field = array.isel(variable=rows[None])
+            field = field.isel(variable=0)
         else:
-            field = array.isel(variable=list(rows.values())).rename(variable="level")
-            field = field.assign_coords(level=list(rows)).sortby("level")
-        fields.append(field.drop_vars("variable", errors="ignore").rename(name).to_dataset())
+            field = field.rename(variable="level").assign_coords(level=list(rows)).sortby("level")
+        fields.append(field.rename(name).to_dataset())
     merged = xr.merge(fields, join="outer", compat="override", combine_attrs="drop")
     known = {split_name(name)[0]: text for name, text in own_units.items()}
     for name, field in merged.items():
@@ -81,11 +73,11 @@ def combine(scores_of: Mapping[str, xr.Dataset]) -> xr.Dataset:
 
     Coordinate `num_dates` (forecast, lead_time).
     """
-    index = xr.DataArray(list(scores_of), dims="forecast", name="forecast")
     datasets = [scores.reset_coords("num_dates") for scores in scores_of.values()]
-    joined: Any = {"join": "outer", "combine_attrs": "override", "compat": "override"}
+    options: Any = {"join": "outer", "combine_attrs": "override", "compat": "override"}
     # Forecasts of surface variables alone have no level.
-    together = xr.concat(datasets, dim=index, data_vars="all", coords="minimal", **joined)
+    options |= {"data_vars": "all", "coords": "minimal"}
+    together = xr.concat(datasets, xr.DataArray(list(scores_of), dims="forecast", name="forecast"), **options)
     return together.assign_coords(num_dates=together["num_dates"].fillna(0).astype(int))
 
 
@@ -128,10 +120,9 @@ def select(scores: xr.Dataset, metric: str, variable: str) -> xr.DataArray:
     return one_variable(scores, variable).sel(metric=metric, region=region)
 
 
-def units_of(scores: xr.Dataset, variable: str, metric: str = "") -> str:
-    """Return the units of a variable, or of a metric of it: K, K2 of the mse; "" of a pure number."""
-    text = str(scores[split_name(variable)[0]].attrs.get("units", ""))
-    return "" if metric in PURE else squared(text) if metric in SQUARES else text
+def units_of(scores: xr.Dataset, variable: str) -> str:
+    """Return the units of a variable."""
+    return str(scores[split_name(variable)[0]].attrs.get("units", ""))
 
 
 def squared(units: str) -> str:
@@ -140,16 +131,19 @@ def squared(units: str) -> str:
     return " ".join(f"{word[1]}{2 * int(word[2] or 1)}" if word else "1" for word in words)
 
 
-def describe_dates(num_dates: Sequence[int], lead_hours: Sequence[int]) -> str:
-    """Return "47 initial dates", or "47 initial dates at 6 h, 7 at 240 h" where the leads differ."""
-    if len(set(num_dates)) == 1:
-        return f"{num_dates[0]} initial dates"
-    return f"{num_dates[0]} initial dates at {lead_hours[0]} h, {num_dates[-1]} at {lead_hours[-1]} h"
+def describe_dates(scores: xr.Dataset) -> str:
+    """Return "47 initial dates", or "47 initial dates at 6 h, 7 at 240 h" where leads differ; scores: of one
+    forecast.
+    """
+    numbers, hours = scores["num_dates"].values.tolist(), lead_hours(scores)
+    if len(set(numbers)) == 1:
+        return f"{numbers[0]} initial dates"
+    return f"{numbers[0]} initial dates at {hours[0]} h, {numbers[-1]} at {hours[-1]} h"
 
 
 def labels(scores: xr.Dataset) -> list[str]:
     """Return the names of forecasts for tables and plots: "model (mean of 4 members)" for an ensemble."""
-    names = [str(name) for name in scores["forecast"].values]
+    names = scores["forecast"].values.tolist()
     members = scores["num_members"].values.tolist() if "num_members" in scores.coords else [1] * len(names)
     return [f"{n} (mean of {m} members)" if m > 1 else n for n, m in zip(names, members, strict=True)]
 
@@ -157,63 +151,55 @@ def labels(scores: xr.Dataset) -> list[str]:
 # -- tables --------------------------------------------------------------------------------------------
 
 
-def tables_of(scores: xr.Dataset, about: str) -> dict[str, pd.DataFrame]:
-    """Return title -> table of those of TITLES that scores (forecast, ...) have."""
-    tables, number = {}, len(variable_names(scores))
+def tables_of(scores: xr.Dataset, about: str) -> list[pd.DataFrame]:
+    """Return the `score_table` of those of TITLES that scores (forecast, ...) have."""
+    tables = []
     for metric, title in TITLES.items():
         if metric in scores["metric"]:
-            is_of_members = scores["num_members"].values > 1
-            frame = score_frame(
-                scores.isel(forecast=is_of_members) if metric in OF_MEMBERS else scores, metric
-            )
-            shown = frame[metric.upper()].nunique()
-            some = f"; {shown} of {number} variables" if number > VARIABLES_SHOWN else ""
-            tables[f"{title}, {about}{some}"] = frame
+            chosen = scores.isel(forecast=scores["num_members"] > 1) if metric in OF_MEMBERS else scores
+            tables.append(score_table(chosen, metric, f"{title}, {about}"))
     return tables
 
 
-def table(scores: xr.Dataset, metric: str, title: str) -> str:
-    """Return a `score_frame` as text under a title."""
-    number, frame = len(variable_names(scores.isel(forecast=0))), score_frame(scores, metric)
-    if number > VARIABLES_SHOWN:
-        title += f"; {frame[metric.upper()].nunique()} of {number} variables"
-    return f"{title}\n{as_text(frame)}"
+def as_text(table: pd.DataFrame) -> str:
+    """Return a table as text under its title."""
+    return f"{table.attrs['title']}\n{table.to_string(index=False, float_format='{:.4g}'.format)}"
 
 
-def as_text(frame: pd.DataFrame) -> str:
-    """Return a table as text."""
-    return frame.to_string(index=False, float_format="{:.4g}".format)
-
-
-def score_frame(scores: xr.Dataset, metric: str) -> pd.DataFrame:
+def score_table(scores: xr.Dataset, metric: str, title: str) -> pd.DataFrame:
     """Return a row a variable and lead with the number of dates ("46-47": fewest and most of a forecast), a
-    column a forecast. Geopotential also in geopotential metres. Leads without any date are left out, and of
-    more than VARIABLES_SHOWN variables all but the customary ones.
+    column a forecast; attribute `title`. Geopotential also in geopotential metres. Leads without any date are
+    left out, and of more than VARIABLES_SHOWN variables all but the customary ones.
     """
-    first, columns, rows_of = scores.isel(forecast=0), labels(scores), list[pd.DataFrame]()
+    first, columns = scores.isel(forecast=0), labels(scores)
+    if metric in OF_MEMBERS:
+        columns = scores["forecast"].values.tolist()  # not of the mean of members
     counts = first.sel(metric="num_dates").to_array()
     scored = (counts > 0).any([dim for dim in counts.dims if dim != "lead_time"])
     leads, names = shown_leads(first["lead_time"].values[scored.values]), variable_names(first)
-    if metric in OF_MEMBERS:
-        columns = [str(name) for name in scores["forecast"].values]  # not of the mean of members
+    tables = [pd.DataFrame(columns=[metric.upper(), *columns])]
     for name in names if len(names) <= VARIABLES_SHOWN else headline(names):
         values, dates = (select(scores, score, name).sel(lead_time=leads) for score in (metric, "num_dates"))
         if not values.size or (metric != "rmse" and values.isnull().all()):
-            continue  # an RMSE that is not finite is printed as nan
+            continue  # an RMSE that is not finite is printed as NaN
         rows: Any = values.transpose("lead_time", "forecast").to_pandas()
         rows.columns = columns
-        between = zip(dates.min("forecast").values, dates.max("forecast").values, strict=True)
-        rows.insert(0, "dates", ["-".join(map("{:.0f}".format, sorted({*ends}))) for ends in between])
+        ends = zip(dates.min("forecast").values, dates.max("forecast").values, strict=True)
+        rows.insert(0, "dates", ["-".join(map("{:.0f}".format, sorted({*pair}))) for pair in ends])
         rows.insert(0, "lead", [f"{hours} h" for hours in lead_hours(values)])
         rows.insert(0, metric.upper(), name)
-        rows["units"] = units_of(first, name, metric)
+        rows["units"] = "" if metric in PURE else units_of(first, name)
         if metric != "rmse":
             rows = rows.dropna(subset=columns, how="all")
-        rows_of.append(rows)
+        tables.append(rows)
         if rows["units"].iat[0] == "m2 s-2":
             last = rows.iloc[[-1]].assign(units="gpm")
-            rows_of.append(last.assign(**{column: last[column] / GRAVITY for column in columns}))
-    return pd.concat(rows_of) if rows_of else pd.DataFrame(columns=[metric.upper(), *columns])
+            tables.append(last.assign(**{column: last[column] / GRAVITY for column in columns}))
+    table = pd.concat(tables[1:] or tables)
+    if len(names) > VARIABLES_SHOWN:
+        title += f"; {table[metric.upper()].nunique()} of {len(names)} variables"
+    table.attrs["title"] = title
+    return table
 
 
 def shown_leads(leads: np.ndarray) -> np.ndarray:
@@ -235,35 +221,27 @@ def build_scorecard(by_date: xr.Dataset, first: str, second: str) -> pd.DataFram
     have. Attributes `dates_needed`, and `by_chance`: a sentence. Raises DataError if there is nothing to
     compare.
     """
-    mse = by_date["statistics"].isel(region=0).sel(score="mse")
-    ours, theirs = (
-        mse.sel(forecast=name).transpose("variable", "lead_time", "initial_time").values
-        for name in (first, second)
-    )
+    mse = by_date["statistics"].isel(region=0, drop=True).sel(score="mse", drop=True)
+    mse, times = mse.transpose("forecast", "variable", "lead_time", "initial_time"), by_date["initial_time"]
+    ours, theirs = (mse.sel(forecast=name, drop=True).load() for name in (first, second))
     # An infinite error is that of a broken forecast: the difference is NaN.
-    both = ~(np.isnan(ours) | np.isnan(theirs))
-    num_dates, times = both.sum(axis=-1), by_date["initial_time"].values
-    interval = np.median(np.diff(times)) if len(times) > 1 else DAY
+    both = ours.notnull() & theirs.notnull()
+    num_dates = both.sum("initial_time")
+    interval = np.median(np.diff(times.values)) if len(times) > 1 else DAY
     needed = math.ceil(LEAST_DAYS * DAY / interval)
     with np.errstate(invalid="ignore", divide="ignore"):
-        rmse = [np.sqrt(np.where(both, each, 0).sum(axis=-1) / num_dates) for each in (ours, theirs)]
+        rmse = [(squares.where(both, 0).sum("initial_time") / num_dates) ** 0.5 for squares in (ours, theirs)]
         percent = 100 * (rmse[0] - rmse[1]) / rmse[1]
         is_tested = np.isfinite(percent) & (num_dates >= needed)
-        significant = is_tested & differs_from_0(np.where(both, ours - theirs, np.nan))
-    names, hours = by_date["variable"].values, lead_hours(by_date)
-    rows = [(v, k) for v in range(len(names)) for k in range(len(hours)) if num_dates[v, k]]
-    if not any(np.isfinite(percent[at]) for at in rows):
+        significant = is_tested & differs_from_0((ours - theirs).where(both).values)
+    columns = {"percent": percent, "significant": significant.astype(int), "num_dates": num_dates}
+    card = xr.Dataset(columns).to_dataframe(["variable", "lead_time"]).query("num_dates > 0").reset_index()
+    if not np.isfinite(card["percent"]).any():
         raise DataError(f"{first} and {second} have no number to compare: one is broken, or lacks the dates")
-    columns = {
-        "first": first,
-        "second": second,
-        "variable": [str(names[v]) for v, _ in rows],
-        "lead_hours": [hours[k] for _, k in rows],
-        "percent": [percent[at] for at in rows],
-        "significant": [int(significant[at]) for at in rows],
-        "num_dates": [int(num_dates[at]) for at in rows],
-    }
-    card, tested, marked = pd.DataFrame(columns), int(is_tested.sum()), int(significant.sum())
+    hours = card["lead_time"] // np.timedelta64(1, "h")
+    card = card.assign(first=first, second=second, lead_hours=hours)
+    card = card.reindex(columns=["first", "second", "variable", "lead_hours", *columns])
+    tested, marked = int(is_tested.sum()), int(significant.sum())
     chance = f"of equally good forecasts {LEVEL:.0%}, about {LEVEL * tested:.0f}, would be by chance"
     card.attrs["by_chance"] = f"{marked} of {tested} tested cells are marked; {chance}"
     if not tested:
@@ -304,21 +282,15 @@ def differs_from_0(differences: np.ndarray) -> np.ndarray:
     return t > limit
 
 
-def style_scorecard(card: pd.DataFrame) -> Any:
-    """Return a scorecard as a pandas Styler: coloured per cents, bold where significant."""
+def write_scorecard(card: pd.DataFrame, folder: Path) -> None:
+    """Write a scorecard as CSV, and as an HTML table: coloured per cents, bold where significant."""
     finite = card.loc[np.isfinite(card["percent"])]  # others: a forecast is broken, or no date is common
+    finite.to_csv(folder / "scorecard.csv", index=False, float_format="%.4f", lineterminator="\r\n")
     wide = finite.pivot(index="variable", columns="lead_hours").reindex(finite["variable"].unique())
     weights = wide["significant"].map(lambda significant: "font-weight: bold" * (significant == 1))
     style = wide["percent"].style.apply(lambda _: weights, axis=None)
     style.background_gradient("RdBu_r", axis=None, vmin=-BOUND, vmax=BOUND).format("{:.0f}", na_rep="")
     names, needed = " relative to ".join(card.loc[0, ["first", "second"]]), card.attrs["dates_needed"]
     note = f"below 0: better; bold: significant at {LEVEL:.0%} (tested from {needed} initial dates on)"
-    caption = f"RMSE of {names} (%), by lead in hours; {note}; {card.attrs['by_chance']}"
-    return style.set_caption(caption)
-
-
-def write_scorecard(card: pd.DataFrame, folder: Path) -> None:
-    """Write a scorecard as CSV, and as an HTML table."""
-    finite = card.loc[np.isfinite(card["percent"])]
-    finite.to_csv(folder / "scorecard.csv", index=False, float_format="%.4f", lineterminator="\r\n")
-    (folder / "scorecard.html").write_text(style_scorecard(card).to_html())
+    style.set_caption(f"RMSE of {names} (%), by lead in hours; {note}; {card.attrs['by_chance']}")
+    (folder / "scorecard.html").write_text(style.to_html())

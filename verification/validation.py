@@ -19,7 +19,15 @@ from datasets.loader import EvaluationSampler, Loader
 from verification.rollout import Forecast
 from verification.scores import RegionMeans, date_statistics, final_scores, statistic_names
 from verification.scores_by_date import DIMS, Example
-from verification.tables import by_variable, combine, describe_dates, lead_hours, select, table
+from verification.tables import (
+    as_text,
+    by_variable,
+    combine,
+    describe_dates,
+    lead_hours,
+    score_table,
+    select,
+)
 
 Loss = Callable[[Tensor, Tensor], Tensor]
 # Of an ensemble: keys of metrics.jsonl, metrics of evaluate.py.
@@ -54,24 +62,24 @@ class Scores:
 
     def record(self, step: int) -> dict[str, float]:
         """Return the validation object of metrics.jsonl: keys of leads after the first end in @<hours>h."""
-        record: dict[str, float] = {"step": step, "val/loss": self.loss}
         suffixes = ["", *(f"@{hours}h" for hours in self.lead_hours[1:])]
+        record: dict[str, float] = {"step": step, "val/loss": self.loss}
         record |= {f"val/dates{suffix}": n for suffix, n in zip(suffixes, self.num_dates, strict=True)}
-        keys = {
-            name: "rmse" if name == "model" else f"rmse_{name.replace(' ', '_')}" for name in self.by_forecast
-        }
-        tables = {key: self.values("rmse", name) for name, key in keys.items()}
-        known = self.by_forecast["model"]["metric"]
-        tables |= {key: self.values(metric) for key, metric in OF_MEMBERS.items() if metric in known}
-        for key, values in tables.items():
+        values = {"rmse": self.values("rmse")}
+        for name in [name for name in self.by_forecast if name != "model"]:
+            values[f"rmse_{name.replace(' ', '_')}"] = self.values("rmse", name)
+        for key, metric in OF_MEMBERS.items():
+            if metric in self.by_forecast["model"]["metric"]:
+                values[key] = self.values(metric)
+        for key, table in values.items():
             keys = [f"val/{key}/{variable}{suffix}" for suffix in suffixes for variable in self.variables]
-            record |= dict(zip(keys, values.ravel().tolist(), strict=True))
+            record |= dict(zip(keys, table.ravel().tolist(), strict=True))
         return record
 
     def table(self) -> str:
         """Return the RMSE by variable and lead as text."""
-        dates = describe_dates(self.num_dates, self.lead_hours)
-        return table(combine(self.by_forecast), "rmse", f"validation over {dates}")
+        title = f"validation over {describe_dates(self.by_forecast['model'])}"
+        return as_text(score_table(combine(self.by_forecast), "rmse", title))
 
 
 class ValidationEnded(Exception):
@@ -101,15 +109,13 @@ class Validation:
         num_forcing: number of last variables that are not scored; boundary: cells that are not scored, bool
         (H, W).
         """
-        self.boundary = boundary
-        self.lead_steps, self.step_hours, self.device = lead_steps, step_hours, device
+        self.dataset, self.lead_steps, self.step_hours, self.device = dataset, lead_steps, step_hours, device
+        self.counts, self.members, self.boundary = counts, members, boundary
         self.variables = dataset.variables[: len(dataset.variables) - num_forcing]
-        self.dataset, self.num_samples = dataset, len(dataset)
-        self.counts, self.history = counts, dataset.history
         num_states = dataset.samples.shape[1] - dataset.history
         self.steps = list(lead_steps) if num_states == len(lead_steps) else [1, *lead_steps]
-        self.members, self.mean = members, RegionMeans(dataset.archive.grid, ["global"], device)
-        self.sampler = EvaluationSampler(self.num_samples, batch_size, *part)
+        self.mean = RegionMeans(dataset.archive.grid, ["global"], device)
+        self.sampler = EvaluationSampler(len(dataset), batch_size, *part)
         # One batch ahead: each has the truth at every lead.
         self.loader = Loader(dataset, self.sampler, min(num_workers, 1), pin=device.type == "cuda")
         self.known: dict[str, xr.Dataset] = {}
@@ -122,84 +128,74 @@ class Validation:
         loss: Loss,
         is_ended: Callable[[], bool] | None = None,
     ) -> Scores:
-        """Score the model, and the first time the baselines. Raises ValidationEnded if `is_ended`, which is
-        asked before each batch, is True.
+        """Score the model, and the first time the baselines; the result has the same bits on any number of
+        ranks. Raises ValidationEnded if `is_ended`, which is asked before each batch, is True.
         """
         forecasts = {"model": model, **({} if self.known else baselines)}
-        # Statistics of each date (n, L, V, 1, S), 0 for dates of other ranks.
-        shape = (self.num_samples, len(self.lead_steps), len(self.variables), 1)
-        tables: dict[str, Tensor] = {}
+        # Statistics of each date (n, L, V, 1, S), and its loss and 1 if it has a truth: 0 on other ranks.
+        statistics, num_variables, first_lead = {}, len(self.variables), self.steps.index(self.lead_steps[0])
         for name in forecasts:
-            number = len(statistic_names(False, name == "model" and self.members > 1))
-            tables[name] = torch.zeros((*shape, number), dtype=torch.float64, device=self.device)
-        # Of each date the loss, and 1 if it has a truth.
-        losses = torch.zeros((2, self.num_samples), dtype=torch.float64, device=self.device)
-        batches = zip(self.sampler.batches, self.loader, strict=True)
-        for indices, (fields, times) in batches:
+            scores = statistic_names(False, name == "model" and self.members > 1)
+            shape = (len(self.dataset), len(self.lead_steps), num_variables, 1, len(scores))
+            coords = {"region": ["global"], "score": list(scores)}
+            statistics[name] = torch.zeros(shape, dtype=torch.float64, device=self.device), coords
+        losses = torch.zeros((2, len(self.dataset)), dtype=torch.float64, device=self.device)
+        for indices, (fields, times) in zip(self.sampler.batches, self.loader, strict=True):
             if is_ended and is_ended():
                 raise ValidationEnded
             fields, times = self.dataset.unpack(fields.to(self.device)), times.to(self.device)
-            window, truths = split_sample(fields, self.history)
+            window, truths = split_sample(fields, self.dataset.history)
             state = fields[:, 0]
             rows = [row for row, date in enumerate(indices) if date >= 0]  # others are another rank's
             for name, forecast in forecasts.items():
-                start, steps = (window, self.steps) if name == "model" else (state, self.lead_steps)
-                first = len(self.steps) - len(steps)  # state that the forecast has first
-                for column, predicted in enumerate(forecast(start, times, steps), first):
-                    lead = column - len(self.steps) + len(self.lead_steps)  # -1: only for the loss
+                if name == "model":
+                    by_lead = enumerate(forecast(window, times, self.steps))
+                else:
+                    by_lead = enumerate(forecast(state, times, self.lead_steps), first_lead)
+                for column, predicted in by_lead:
                     predicted = predicted.unflatten(0, (len(state), -1))  # (B, M, V, H, W)
                     for row in rows:
-                        date, truth = indices[row], self._scored(truths[row, column], state[row])
-                        # Without forcing variables.
-                        members, truth = predicted[row, :, : shape[2]], truth[: shape[2]]
-                        if lead >= 0:
-                            scored = members if len(members) > 1 else members[0]
-                            values = date_statistics([scored], truth, None, self.mean)[0]  # (S, V, 1)
-                            tables[name][date, lead] = values.permute(1, 2, 0)
+                        # Not scored: cells that are missing at the start, where persistence has no value.
+                        truth = torch.where(torch.isfinite(state[row]), truths[row, column], torch.nan)
+                        if self.boundary is not None:
+                            truth.masked_fill_(self.boundary, torch.nan)
+                        members, truth = predicted[row, :, :num_variables], truth[:num_variables]
+                        if column >= first_lead:
+                            members = members if len(members) > 1 else members[0]
+                            values = date_statistics([members], truth, None, self.mean)[0]  # (S, V, 1)
+                            statistics[name][0][indices[row], column - first_lead] = values.permute(1, 2, 0)
                         if name == "model" and column == 0 and truth.isfinite().any():
                             # As in training: cells that are missing at the start count, too.
-                            losses[0, date] = loss(predicted[row], truths[row, 0][None])
-                            losses[1, date] = 1
-        return self._scores(tables, losses)
+                            losses[0, indices[row]] = loss(predicted[row], truths[row, 0][None])
+                            losses[1, indices[row]] = 1
+        for values in (*(values for values, _ in statistics.values()), losses):
+            if not self.counts:
+                values.zero_()  # another rank has the same
+            dist.all_reduce(values)
 
-    def _scored(self, truth: Tensor, state: Tensor) -> Tensor:
-        """Return a truth (V, H, W) with NaN in cells that are missing in the initial state, where persistence
-        has no value, or on the boundary.
-        """
-        truth = torch.where(torch.isfinite(state), truth, torch.nan)
-        return truth if self.boundary is None else truth.masked_fill_(self.boundary, torch.nan)
+        # -- scores of all dates
+        leads = np.array([steps * self.step_hours for steps in self.lead_steps], "timedelta64[h]")
+        units = {name: self.dataset.archive.units(name) for name in self.variables}
+        by_forecast: dict[str, xr.Dataset] = {}
+        for name, (values, coords) in statistics.items():
+            coords |= {"lead_time": leads.astype("timedelta64[ns]")}
+            scores = final_scores(xr.DataArray(values.cpu().numpy(), coords, DIMS[1:]), self.members)
+            num_dates = scores.sel(metric="num_dates", drop=True).max(("variable", "region")).astype(int)
+            by_forecast[name] = by_variable(scores, self.variables, units).assign_coords(num_dates=num_dates)
+        self.known |= {name: scores for name, scores in by_forecast.items() if name != "model"}
+        by_forecast = {"model": by_forecast["model"], **self.known}
+        return Scores(self.variables, by_forecast, (losses[0].sum() / losses[1].sum()).item())
 
     @torch.no_grad()
     def last_date(self, forecast: Forecast) -> Example:
         """Return the last initial date that has a truth at the first lead, and variable -> (truth, forecast)
         (H, W) there; of an ensemble its mean.
         """
-        first = len(self.steps) - len(self.lead_steps)
-        last = int(np.flatnonzero(self.dataset.samples[:, self.history + first] >= 0)[-1])
+        first = self.steps.index(self.lead_steps[0])
+        last = int(np.flatnonzero(self.dataset.samples[:, self.dataset.history + first] >= 0)[-1])
         fields, times = self.dataset.__getitems__([last])
-        window, truths = split_sample(fields, self.history)
+        window, truths = split_sample(fields, self.dataset.history)
         by_lead = forecast(window.to(self.device), times.to(self.device), self.lead_steps[:1])
         predicted = next(iter(by_lead)).mean(dim=0).cpu()
         pairs = zip(truths[0, first].numpy(), predicted.numpy(), strict=True)
         return np.datetime64(int(times), "s"), dict(zip(self.variables, pairs, strict=False))
-
-    def _scores(self, tables: dict[str, Tensor], losses: Tensor) -> Scores:
-        """Return the scores over all ranks, bit-exact on any number: a date is 0 on all but one."""
-        for values in (*tables.values(), losses):
-            if not self.counts:
-                values.zero_()  # another rank has the same
-            dist.all_reduce(values)
-        leads = np.array([steps * self.step_hours for steps in self.lead_steps], "timedelta64[h]")
-        units = {name: self.dataset.archive.units(name) for name in self.variables}
-        by_forecast: dict[str, xr.Dataset] = {}
-        for name, values in tables.items():
-            has_members = name == "model" and self.members > 1
-            coords = {"lead_time": leads.astype("timedelta64[ns]"), "region": ["global"]}
-            coords |= {"score": list(statistic_names(False, has_members))}
-            statistics = xr.DataArray(values.cpu().numpy(), coords, DIMS[1:])
-            scores = final_scores(statistics, self.members)
-            num_dates = scores.sel(metric="num_dates", drop=True).max(("variable", "region")).astype(int)
-            by_forecast[name] = by_variable(scores, self.variables, units).assign_coords(num_dates=num_dates)
-        self.known |= {name: scores for name, scores in by_forecast.items() if name != "model"}
-        by_forecast = {"model": by_forecast["model"], **self.known}
-        return Scores(self.variables, by_forecast, (losses[0].sum() / losses[1].sum()).item())
