@@ -17,13 +17,15 @@ from datasets.variables import units, usual_range
 from errors import refuse
 
 DEVIATIONS = 12  # in the usual range of a variable
+ONE_YEAR = np.timedelta64(365, "D")
 
 
 class RandomFields(TrainingStore):
     """Normally distributed noise in a variable's usual range, another one for each date, every `step_hours`.
 
-    Dates are those between the first and the last of all periods. A field is the noise of its variable,
-    turned by a number of columns that depends on the date: drawing a new one would take as long as a step.
+    Dates are those between the first and the last of all periods; without a training period, those of the
+    year before, too. A field is the noise of its variable, turned by a number of columns that depends on the
+    date: drawing a new one would take as long as a step. Moments are given by their formulas.
     """
 
     def __init__(self, data: Data) -> None:
@@ -31,18 +33,22 @@ class RandomFields(TrainingStore):
         rows, columns = data.grid_shape
         if rows < 2 or columns < 2:
             refuse("data.grid_shape", [rows, columns], 'with data.path = "random" name the rows and columns')
-        longitude = np.arange(columns) * 360 / columns
-        poles = Grid(np.linspace(90, -90, rows), longitude)
-        self.path, self.grid = RANDOM, poles if rows % 2 else global_grid((rows, columns))
-        self.unreadable, self.selection, self.extra_dimensions = {}, {}, {}
+        self.grid = global_grid((rows, columns), poles=rows % 2 == 1)
+        if data.region:
+            north, west, south, east = data.region
+            width = (east - west) % 360 or 360
+            longitude = west + np.linspace(0, width, columns, endpoint=width < 360)
+            self.grid = Grid(np.linspace(north, south, rows), longitude)
+        self.path, self.unreadable, self.selection, self.extra_dimensions = RANDOM, {}, {}, {}
         self.variables = self.names = Channels.of(data).variables
         self.static_variables = list(data.static_variables)
         periods = ("train_period", "validation_period", "test_period")
         spans = [parse_period(f"data.{name}", getattr(data, name)) for name in periods]
         ends = [np.datetime64(end, "s") for span in spans if span for end in span]
-        first, last = (min(ends), max(ends)) if ends else np.array(["2001-01-01", "2002-01-01"], "M8[s]")
+        ends = ends or [np.datetime64("2002-01-01", "s")]
+        first = min(ends) if data.train_period else min(ends) - ONE_YEAR
         self.change_step = np.timedelta64(3600 * data.step_hours, "s")
-        self.times = np.arange(first, last + np.timedelta64(1, "s"), self.change_step)
+        self.times = np.arange(first, max(ends) + np.timedelta64(1, "s"), self.change_step)
         self.shifts = {name: self.scale(name)[0] for name in self.variables}
         self._noise = cache(self._draw_noise)
 
@@ -89,8 +95,6 @@ class RandomFields(TrainingStore):
         """Return a constant field (H, W) float32; 0 and 1 for the land-sea mask."""
         noise = self._noise(name)
         return (noise > noise.mean()).astype(np.float32) if name == "land_sea_mask" else noise
-
-    # -- moments, by their formulas: no field is read for them
 
     def rows(self, variables) -> np.ndarray:
         cells = float(self.grid.shape[0] * self.grid.shape[1])

@@ -5,26 +5,13 @@ The scheme is the semi-implicit leapfrog of Hoskins and Simmons (1975, doi 10.10
 instead of temperatures. Shapes: spectra (C, N, F, M) and grids (W, H, F, M) of F fields and M members.
 """
 
-import fcntl
-import hashlib
-import json
-import logging
-import shutil
-import time
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
-from pathlib import Path
+from dataclasses import dataclass
 
 import numpy as np
 import torch
 import xarray as xr
-import zarr
 from scipy.special import assoc_legendre_p_all
-
-from datasets.archive import archive_of_dataset
-from datasets.convert import VERSION as STORE_VERSION
-from datasets.convert import Conversion, Request, read_attributes
-from errors import DataError
 
 
 @dataclass(frozen=True)
@@ -54,11 +41,9 @@ class Parameters:
     )
 
 
-logger = logging.getLogger(__name__)
 DEFAULTS = Parameters()
 VERSION = 1  # increase it whenever the same parameters result in a different record
 NUM_YEARS, NUM_DAYS, FIRST_YEAR = 9, 100, 2001  # 1 January to 10 April of 2001..2009, with gaps in between
-FINGERPRINT = "rossby_simulated"  # the attribute that identifies a store as simulated data
 TRUNCATION, NUM_LAT, NUM_LON = 21, 32, 64  # 3 * 21 + 1 <= 64: products of two fields are not aliased
 LATITUDE = -90 + 180 / NUM_LAT * (np.arange(NUM_LAT) + 0.5)  # degrees, of the record; no poles
 LONGITUDE, RADIANS_EAST = (circle / NUM_LON * np.arange(NUM_LON) for circle in (360, 2 * np.pi))
@@ -268,35 +253,3 @@ def simulate(num_years: int, num_days: int, seed: int, parameters: Parameters) -
         array.attrs = dict(zip(("long_name", "standard_name", "units"), texts, strict=True))
         dataset[name] = array
     return dataset
-
-
-def ensure_simulated(path: str | Path, seed: int = 0) -> Path:
-    """Return `path` after writing the record there as a training store, unless the same record is there
-    already.
-
-    Safe for concurrent processes. Replaces other records. Raises DataError if `path` is not simulated data.
-    """
-    path = Path(path)
-    identity = json.dumps([VERSION, STORE_VERSION, NUM_YEARS, NUM_DAYS, seed, asdict(DEFAULTS)])
-    fingerprint = hashlib.sha256(identity.encode()).hexdigest()[:16]
-    if read_attributes(path).get(FINGERPRINT) == fingerprint:  # also on a disk that is only read
-        return path
-    request = Request(("memory://simulated",), dtype="float32", step_hours=6)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.with_name(f".{path.name}.lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)  # the kernel releases the lock even if the process dies
-        stored = read_attributes(path).get(FINGERPRINT)
-        if stored is None and path.exists():
-            raise DataError(f"path = {path}: this is not simulated data; remove it or choose another path")
-        if stored != fingerprint:
-            start, partial = time.perf_counter(), path.with_name(f".{path.name}.partial")
-            dataset = simulate(NUM_YEARS, NUM_DAYS, seed, DEFAULTS)
-            shutil.rmtree(partial, ignore_errors=True)
-            conversion = Conversion(request, partial, archive_of_dataset("memory://simulated", dataset))
-            conversion.run()
-            conversion.group.update_attributes({FINGERPRINT: fingerprint})
-            zarr.consolidate_metadata(conversion.group.store)
-            shutil.rmtree(path, ignore_errors=True)
-            partial.rename(path)  # only a complete store gets this name
-            logger.info("simulated %d years in %.1f s: %s", NUM_YEARS, time.perf_counter() - start, path)
-    return path

@@ -383,6 +383,15 @@ def test_a_folder_of_somebody_else_is_not_touched(tmp_path: Path, truth: xr.Data
 # -- what is refused
 
 
+def test_two_variables_with_one_array_are_refused(tmp_path: Path, truth: xr.Dataset) -> None:
+    """The height on a level, and a variable of that name: one was written over the other."""
+    ds = truth[["temperature"]].rename(temperature="hgt")
+    ds.assign(hgt_500=ds.hgt.sel(level=500, drop=True) + 1).to_netcdf(tmp_path / "a.nc", engine="h5netcdf")
+    with pytest.raises(ConfigError, match="hgt_500.*its array hgt_500 would be that of hgt:500"):
+        convert(str(tmp_path / "a.nc"), tmp_path / "out")
+    assert len(convert(str(tmp_path / "a.nc"), tmp_path / "out", "--variables", "hgt").variables) == 3
+
+
 def test_what_is_refused(tmp_path: Path, truth: xr.Dataset, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each in a line that names the option; TARGET is not changed."""
     monkeypatch.chdir(tmp_path)

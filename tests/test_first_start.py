@@ -4,6 +4,7 @@ import errno
 import json
 import os
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -13,8 +14,8 @@ import xarray as xr
 import evaluate
 import forecast
 from command_line import load_config
-from datasets import convert
-from datasets.archive import TrainingStore, open_archive
+from datasets import convert, simulated
+from datasets.archive import Archive, TrainingStore, open_archive
 from datasets.random_fields import RandomFields
 from errors import ConfigError, DataError, RunFailed
 from planning.start_checks import open_checked
@@ -145,6 +146,17 @@ def test_a_full_disk_is_one_line_and_the_next_start_continues(words, monkeypatch
     assert len(open_store(words).times) == 40
 
 
+def test_a_source_that_cannot_be_read_is_not_the_disk_of_the_store(words, monkeypatch):
+    def fail(*arguments) -> None:
+        raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Archive, "read_block", fail)
+        with pytest.raises(DataError, match="cannot read .*source.nc.*Stale file handle.*continues"):
+            convert.convert_for(load_config(words).data, open_archive(load_config(words).data.path))
+    assert len(open_store(words).times) == 40
+
+
 def test_two_runs_that_ask_for_the_same_store_at_once(words, start_job, tmp_path):
     """One converts, the other one waits, or finds it done."""
     jobs = [start_job(Path(words[1]), tmp_path / f"run{number}") for number in range(2)]
@@ -186,6 +198,7 @@ def test_a_store_of_other_settings_is_refused_by_name(words, tmp_path, monkeypat
         (["--data.static_path", str(tmp_path / "source.nc")], "data.static_path"),
         (["--data.path", str(tmp_path / "other.nc")], "data.path"),
         (["--data.train_period", '["2020-01-01", "2020-01-10"]'], "data.train_period"),
+        (["--data.step_hours", "12"], "data.step_hours"),  # its moments are of changes over 6 hours
     ):
         with pytest.raises(ConfigError, match=f"^{key} = .*stores/a.zarr' was begun with"):
             open_store([*words, *options])
@@ -263,6 +276,30 @@ def test_random_fields_are_a_function_of_date_and_variable(words, tmp_path):
         evaluate.run(config, evaluate.parse_options([])[0])
 
 
+def test_random_fields_of_a_region_and_of_a_validation_period_alone(words):
+    """The region was the globe, and all dates were of the validation."""
+    more = ["--data.path", "random", "--data.grid_shape", "[6, 8]", "--data.region", "[60, 350, 10, 20]"]
+    more += ["--data.train_period", "[]", "--data.validation_period", '["2020-01-01", "2020-01-31"]']
+    selection = open_checked(load_config([*words, *more]))
+    assert not selection.archive.grid.periodic and selection.archive.grid.shape == (6, 8)
+    assert selection.archive.grid.latitude[[0, -1]].tolist() == [60, 10]
+    assert len(selection.train) == 4 * 365 and len(selection.validation) == 4 * 31
+
+
+def test_a_region_of_simulated_weather_is_a_store_of_its_own(words, tmp_path, monkeypatch):
+    """It was read from the store of the globe, and as slowly as foreign files."""
+    monkeypatch.setattr(convert, "SIMULATED_PATH", str(tmp_path / "simulated.zarr"))
+    monkeypatch.setattr(simulated, "NUM_YEARS", 1)
+    monkeypatch.setattr(simulated, "NUM_DAYS", 3)
+    monkeypatch.setattr(simulated, "DEFAULTS", replace(simulated.DEFAULTS, spin_up_days=0))
+    more = ["--data.path", "simulated", "--data.train_period", "[]", "--data.validation_period", "[]"]
+    more += ["--data.variables", '["geopotential:300"]', "--data.region", "[60, 0, 0, 90]"]
+    store = open_store([*words, *more])
+    assert store.path == str(tmp_path / "stores/a.zarr") and store.grid.shape == (11, 17)
+    exact = open_archive(str(tmp_path / "simulated.zarr"), region=(60, 0, 0, 90))
+    np.testing.assert_array_equal(store.read(5, store.variables), exact.read(5, store.variables))
+
+
 def test_the_largest_configuration_is_refused_without_a_request(tmp_path, monkeypatch):
     """Its path is one that a user has to name."""
     monkeypatch.setattr(convert, "open_archive", lambda *_: pytest.fail("opened"))
@@ -271,7 +308,7 @@ def test_the_largest_configuration_is_refused_without_a_request(tmp_path, monkey
 
 
 def test_a_forecast_without_a_checkpoint_is_refused_before_weather_is_simulated(tmp_path, monkeypatch):
-    monkeypatch.setattr("datasets.selection.ensure_simulated", lambda *_: pytest.fail("simulated"))
+    monkeypatch.setattr("datasets.convert.write_simulated", lambda *_: pytest.fail("simulated"))
     with pytest.raises(ConfigError, match="job.dump_folder.*no checkpoint there"):
         forecast.open_data(load_config(["--job.dump_folder", str(tmp_path)]))
 
