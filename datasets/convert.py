@@ -41,14 +41,13 @@ from argparse import Namespace
 from collections.abc import Collection, Iterator, Sequence
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import dask.base
 import numpy as np
-import xarray as xr
 import zarr
 from dask import config as dask_config
 from dask.delayed import delayed
@@ -93,12 +92,12 @@ warnings.filterwarnings("ignore", message="Consolidated metadata|Object at .* is
 class Request:
     """What a store has: of which sources, which variables and dates, in which form. It can be pickled."""
 
-    sources: tuple[str, ...]
+    source: tuple[str, ...]  # several are one archive
     variables: tuple[str, ...] = ()  # with levels; (): all
     levels: tuple[int, ...] = ()
     static_variables: tuple[str, ...] | None = None  # None: all
     static_path: str = ""
-    periods: tuple[tuple[str, ...], ...] = ()  # (): all dates
+    period: tuple[tuple[str, ...], ...] = ()  # (): all dates
     region: tuple[float, ...] = ()
     select: tuple[str, ...] = ()
     access: Access = NO_OPTIONS
@@ -113,11 +112,11 @@ class Request:
         periods = (data.train_period, data.validation_period, data.test_period)
         path = in_project(SIMULATED_PATH) if data.path == SIMULATED else data.path
         return cls(
-            sources=(path, *data.more_paths),
+            source=(path, *data.more_paths),
             variables=tuple(Channels.of(data).variables),
             static_variables=tuple(data.static_variables),
             static_path=data.static_path,
-            periods=tuple(period for period in periods if period) if data.train_period else (),
+            period=tuple(period for period in periods if period) if data.train_period else (),
             region=tuple(data.region),
             select=tuple(data.select),
             access=access_of(data),
@@ -131,7 +130,7 @@ class Request:
 
         elsewhere: dimensions of other data that `select` may name, too.
         """
-        selection, (path, *more_paths) = parse_selection(self.select), self.sources
+        selection, (path, *more_paths) = parse_selection(self.select), self.source
         archive = open_archive(path, selection, self.access, () if self.grid else self.region, more_paths)
         here = {name: label for name, label in selection.items() if name not in elsewhere}
         check_selection(here, archive.extra_dimensions, archive.path)
@@ -145,22 +144,13 @@ class Request:
 
     def identity(self) -> dict[str, Any]:
         """Return what may not differ when a store is continued, as JSON has it; without secrets."""
-        static_path, *sources = (
-            without_secrets(path if not path or is_url(path) else os.path.abspath(path))
-            for path in (self.static_path, *self.sources)
-        )
-        return {
-            "source": sources,
-            "variables": list(self.variables),
-            "static_variables": None if self.static_variables is None else list(self.static_variables),
-            "static_path": static_path,
-            "period": [list(period) for period in self.periods],
-            "region": list(self.region),
-            "select": list(self.select),
-            "grid": self.grid,
-            "dtype": self.dtype,
-            "step_hours": self.step_hours,
-        }
+
+        def plain(path: str) -> str:
+            return without_secrets(path if not path or is_url(path) else os.path.abspath(path))
+
+        values = replace(self, source=tuple(map(plain, self.source)), static_path=plain(self.static_path))
+        left_out = ("access", "levels", "from_config")
+        return json.loads(json.dumps({k: v for k, v in vars(values).items() if k not in left_out}))
 
     def check_store(self, target: Path, variables: Sequence[str] = ()) -> dict[str, Any]:
         """Return the attributes of a store, {} if there is none. Raises ConfigError if TARGET is something
@@ -198,7 +188,7 @@ def store_of(data: Data) -> Path:
     """Return the folder of the training store of a configuration, by default a digest of what is asked."""
     request = Request.of(data)
     digest = hashlib.sha256(json.dumps(request.identity()).encode()).hexdigest()[:12]
-    name = "".join(c if c.isalnum() or c in "-_." else "_" for c in Path(request.sources[0]).stem)
+    name = "".join(c if c.isalnum() or c in "-_." else "_" for c in Path(request.source[0]).stem)
     return Path(data.store_path or in_project(f"outputs/stores/{name or 'data'}-{digest}.zarr"))
 
 
@@ -311,7 +301,7 @@ class Conversion:
     def __init__(self, request: Request, target: Path, archive: Archive) -> None:
         """archive: of the request's sources. Raises ConfigError, DataError."""
         self.request, self.target, self.archive = request, target.absolute(), archive
-        for source in filter(None, request.sources):
+        for source in filter(None, request.source):
             local = [] if is_url(source) else [source.removeprefix("file://"), *find_files(source)]
             for file in local:
                 if target.resolve().is_relative_to(Path(file).resolve()):
@@ -339,12 +329,12 @@ class Conversion:
 
         # Dates in the periods: with all variables of a configuration, with one of the command line's.
         key = request.key("--period")
-        inside = [is_inside(archive.times, key, period) for period in request.periods]
+        inside = [is_inside(archive.times, key, period) for period in request.period]
         chosen_dates = np.any(inside, axis=0) if inside else np.ones(len(archive.times), bool)
         has = [archive.has([name]) for name in self.names]
         chosen_dates &= np.all(has, axis=0) if request.from_config else np.any(has, axis=0)
         if not chosen_dates.any():
-            period = list(request.periods[0]) if request.periods else []
+            period = list(request.period[0]) if request.period else []
             refuse(key, period, f"no date of it is in {archive}; name another")
         self.times = archive.times[chosen_dates]
 
@@ -504,49 +494,50 @@ class Conversion:
 
     def create(self) -> None:
         """Create a store without values: under another name, so that a kill leaves nothing in TARGET."""
-        dataset = xr.Dataset(attrs={TRAINING_STORE: VERSION, "complete": False, "dates": len(self.times)})
-        since = {"units": "seconds since 1970-01-01", "calendar": "proleptic_gregorian"}
-        dataset["time"] = "time", np.empty(0, np.int64), since | {"standard_name": "time"}
-        for name, unit in (("latitude", "degrees_north"), ("longitude", "degrees_east")):
-            dataset[name] = name, getattr(self.grid, name), {"units": unit, "standard_name": name}
-        dtype = self.request.dtype
-        packings = self.estimate_packings() if dtype == "float16" else {}
-        for name in self.names:
-            attributes = {"variable": name, "units": self.archive.units(name), **packings.get(name, {})}
-            dataset[array_name(name)] = AXES, np.empty((0, *self.grid.shape), dtype), attributes
-        for name, field in self.static_fields().items():
-            dataset[array_name(name)] = AXES[1:], field, {"variable": name, "units": units(name)}
-        size = np.dtype(dtype).itemsize * math.prod(self.grid.shape)
+        new, dtype = self.target.with_name(f".{self.target.name}.new"), np.dtype(self.request.dtype)
+        shape, size = self.grid.shape, dtype.itemsize * math.prod(self.grid.shape)
         dates = max(1, min(SHARD_DATES, SHARD_BYTES // size, PART_BYTES // self.largest_field))
         shard_dates = 1 << (dates.bit_length() - 1)  # a power of two
-        encoding: dict[str, Any] = {}
-        for name, variable in dataset.variables.items():
-            if variable.ndim == 1:
-                encoding[str(name)] = {"chunks": (2**16,)} if name == "time" else {"_FillValue": None}
-                continue
-            shape = variable.shape[-2:]
-            blosc = BloscCodec(cname="lz4", clevel=5, shuffle="bitshuffle", typesize=variable.dtype.itemsize)
-            encoding[str(name)] = {
-                **(
-                    {"chunks": (1, *shape), "shards": (shard_dates, *shape)}
-                    if variable.ndim == 3
-                    else {"chunks": shape}
-                ),
-                "compressors": [blosc, Crc32cCodec()],
-                "fill_value": np.nan,
-                "_FillValue": None,
-            }
-        new = self.target.with_name(f".{self.target.name}.new")
-        shutil.rmtree(new, ignore_errors=True)
-        dataset.to_zarr(new, mode="w", zarr_format=3, consolidated=False, encoding=encoding)
-        group: Any = zarr.open_group(new, mode="r+", use_consolidated=False)
-        for name in ("time", *map(array_name, self.names)):
-            group[name].resize((len(self.times), *group[name].shape[1:]))
-        group["time"][:] = self.times.astype(np.int64)
-        options = self.request.identity() | {"variables": self.names}
+        packings = self.estimate_packings() if dtype == np.float16 else {}
         hours = self.request.step_hours or (usual_hours(self.times) if len(self.times) > 1 else 6)
-        about = {"options": options, "states": self.states(), "change_seconds": round(3600 * hours)}
-        group.update_attributes(about)
+        attributes = {
+            TRAINING_STORE: VERSION,
+            "complete": False,
+            "dates": len(self.times),
+            "options": self.request.identity() | {"variables": self.names},
+            "states": self.states(),
+            "change_seconds": round(3600 * hours),
+        }
+        group = zarr.create_group(new, overwrite=True, attributes=attributes)
+        sizes = {"time": len(self.times), "latitude": shape[0], "longitude": shape[1]}
+
+        def add(name: str, dims: Sequence[str], dtype: np.dtype, about: dict[str, Any]) -> zarr.Array:
+            blosc = BloscCodec(cname="lz4", clevel=5, shuffle="bitshuffle", typesize=dtype.itemsize)
+            return group.create_array(
+                name,
+                shape=[sizes[dim] for dim in dims],
+                dtype=dtype,
+                chunks=(2**16,) if len(dims) == 1 else (1, *shape)[-len(dims) :],
+                shards=(shard_dates, *shape) if len(dims) == 3 else None,
+                compressors=[blosc, Crc32cCodec()],
+                fill_value=np.nan if len(dims) > 1 else 0,
+                dimension_names=dims,
+                attributes=about,
+            )
+
+        since = {"units": "seconds since 1970-01-01", "calendar": "proleptic_gregorian"}
+        add("time", ["time"], np.dtype("int64"), since | {"standard_name": "time"})[:] = self.times.astype(
+            int
+        )
+        for name, unit in (("latitude", "degrees_north"), ("longitude", "degrees_east")):
+            about = {"units": unit, "standard_name": name}
+            add(name, [name], np.dtype("float64"), about)[:] = getattr(self.grid, name)
+        for name in self.names:
+            about = {"variable": name, "units": self.archive.units(name), **packings.get(name, {})}
+            add(array_name(name), AXES, dtype, about)
+        for name, field in self.static_fields().items():
+            about = {"variable": name, "units": units(name)}
+            add(array_name(name), AXES[1:], field.dtype, about)[:] = field
         (new / "sums").mkdir()
         os.replace(new, self.target)
 
@@ -759,7 +750,7 @@ def write_simulated(target: Path) -> None:
         known = attributes.get("options", {}).get("source", [""])
         if target.exists() and not known[0].startswith(SIMULATED_SOURCE):
             refuse("data.path", SIMULATED, f"{str(target)!r} is not simulated data; remove it")
-        is_same = known == list(request.sources) and attributes[TRAINING_STORE] == VERSION
+        is_same = known == list(request.source) and attributes[TRAINING_STORE] == VERSION
         return is_same and attributes["complete"]
 
     if is_written():  # also on a disk that is only read
@@ -769,7 +760,7 @@ def write_simulated(target: Path) -> None:
             begin = time.perf_counter()
             dataset = simulated.simulate(simulated.NUM_YEARS, simulated.NUM_DAYS, 0, simulated.DEFAULTS)
             shutil.rmtree(target, ignore_errors=True)
-            Conversion(request, target, archive_of_dataset(request.sources[0], dataset)).run()
+            Conversion(request, target, archive_of_dataset(request.source[0], dataset)).run()
             seconds = time.perf_counter() - begin
             logger.info("simulated %d years in %.1f s: %s", simulated.NUM_YEARS, seconds, target)
 
@@ -812,10 +803,10 @@ def main(argv: list[str]) -> int:
             reason = "a local folder expected; upload the store when it is complete"
             refuse("TARGET", options.target, reason)
         request = Request(
-            sources=(options.source,),
+            source=(options.source,),
             variables=tuple(options.variables),
             levels=tuple(options.levels),
-            periods=(tuple(options.period),) if options.period else (),
+            period=(tuple(options.period),) if options.period else (),
             region=tuple(options.region),
             select=tuple(options.select),
             access=Access(tuple(options.storage_options), protocol_of(options.source)),
