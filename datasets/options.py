@@ -31,20 +31,19 @@ def parse_period(key: str, period: Sequence[str]) -> tuple[datetime, datetime] |
         return None
     if len(period) != 2:
         refuse(key, list(period), 'two dates expected, for example ["2001-01-01", "2007-12-31"]')
-    first, last = (_parse_date(key, text) for text in period)
+    dates = []
+    for text in period:
+        try:
+            date = datetime.fromisoformat(text)
+            dates.append(date.astimezone(UTC).replace(tzinfo=None) if date.tzinfo else date)
+        except (ValueError, OverflowError):
+            refuse(key, text, "not a date; write 2001-12-31 or 2001-12-31T18:00")
+    first, last = dates
     if is_whole_day(period[1]):
         last += timedelta(days=1, seconds=-1)
     if last < first:
         refuse(key, list(period), "the last date is before the first; exchange them")
     return first, last
-
-
-def _parse_date(key: str, text: str) -> datetime:
-    try:
-        date = datetime.fromisoformat(text)
-        return date.astimezone(UTC).replace(tzinfo=None) if date.tzinfo else date
-    except (ValueError, OverflowError):
-        refuse(key, text, "not a date; write 2001-12-31 or 2001-12-31T18:00")
 
 
 def is_whole_day(text: str) -> bool:
@@ -110,20 +109,17 @@ def parse_storage_options(texts: Sequence[str]) -> dict[str, Any]:
             refuse(STORAGE_OPTIONS, name, "occurs twice; remove one of them")
         if value.strip("\"'") == "***":
             refuse(STORAGE_OPTIONS, f"{name}=***", f"secrets are not saved; give it again, or in {INSTEAD}")
-        options[name] = _parse_option(name, value)
+        if re.fullmatch(SECRET_NAME, name, re.IGNORECASE):
+            options[name] = value.strip("\"'")
+            continue
+        if value[0] in "{[":  # it would be saved with any secret inside
+            refuse(STORAGE_OPTIONS, name, f"one value expected; give nested ones in {INSTEAD}")
+        try:
+            parsed = tomli.loads(f"value = {value}")["value"]
+        except ValueError:
+            parsed = value
+        options[name] = parsed if isinstance(parsed, bool | int | float | str) else value
     return options
-
-
-def _parse_option(name: str, text: str) -> Any:
-    if re.fullmatch(SECRET_NAME, name, re.IGNORECASE):
-        return text.strip("\"'")
-    if text[0] in "{[":  # it would be saved with any secret inside
-        refuse(STORAGE_OPTIONS, name, f"one value expected; give nested ones in {INSTEAD}")
-    try:
-        value = tomli.loads(f"value = {text}")["value"]
-    except ValueError:
-        return text
-    return value if isinstance(value, bool | int | float | str) else text
 
 
 def check_data(data: Data) -> None:

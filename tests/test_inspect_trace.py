@@ -10,7 +10,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 from torch.utils.flop_counter import FlopCounterMode
 
-from datasets.field_dataset import FieldDataset
+from datasets.loader import FieldDataset
 from tests.recordings import two_steps_of_a_gpu
 from tests.started_jobs import write_config
 from traces.classes import COMPUTE
@@ -79,9 +79,9 @@ def test_flops_are_those_of_torchs_counter(tmp_path):
 
 
 class SlowDataset(FieldDataset):
-    def seconds(self, dates):  # once a batch, in the thread that takes it
+    def read(self, *arguments, **options):  # once a batch, in the thread that takes it
         time.sleep(STALL)
-        return super().seconds(dates)
+        return super().read(*arguments, **options)
 
 
 def run_with_stalls(folder: Path, *options: str) -> Path:
