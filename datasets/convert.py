@@ -68,7 +68,7 @@ from datasets.random_fields import RandomFields
 from datasets.remote import NO_OPTIONS, Access, describe_error, is_url, protocol_of
 from datasets.shards import write_shard
 from datasets.statistics import CHANGE, NUM_COLUMNS, STATE, state_moments
-from datasets.variables import expand_levels, named_by, split_name, units
+from datasets.variables import expand_levels, split_name, units
 from jobs.durable_files import replacing
 
 logger = logging.getLogger(__name__)
@@ -83,7 +83,6 @@ SINGLE_PROCESS = 2**31  # bytes that are converted without workers, which take s
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EIO)  # what a user can repair
 AXES = ("time", "latitude", "longitude")
 OTHER_NAMES = {*AXES, "moments", "sums"}  # in a store, besides its variables
-Part = tuple[int, int, list[str]]  # dates [start, stop) of some variables: at most a shard of each
 # Zarr 3 does not specify consolidated metadata, and the folder of sums is no array.
 warnings.filterwarnings("ignore", message="Consolidated metadata|Object at .* is not recognized")
 
@@ -314,8 +313,10 @@ class Conversion:
             if all(split_name(name)[1] != level for name in known):
                 refuse("--levels", level, f"{archive.path!r} has no variable on this level; name another")
         chosen = chosen or [name for name in known if not levels or split_name(name)[1] in (None, *levels)]
-        expanded = expand_levels(chosen, levels)
-        self.names = list(dict.fromkeys(n for name in expanded for n in named_by([name], known) or [name]))
+        self.names = []  # whole names, or all levels of one
+        for name in expand_levels(chosen, levels):
+            named = [other for other in known if name in (other, other.partition(":")[0])] or [name]
+            self.names += [other for other in named if other not in self.names]
         self.static = list(archive.static_variables)
         if request.static_variables is not None:  # a mask of land is drawn in maps
             extra = {"land_sea_mask"} & {*archive.static_variables} - {*request.static_variables}
@@ -413,16 +414,6 @@ class Conversion:
             if states and path and not is_url(path):
                 states |= {path: repr([file_states(file, "") for file in find_files(path)])}
         return states
-
-    def is_done(self) -> bool:
-        """Return True if the store is complete and the files of the source are as they were.
-
-        Raises ConfigError if it was begun with other options.
-        """
-        attributes = self.request.check_store(self.target, self.names)
-        if not attributes.get("complete") or not (states := self.states()):
-            return False
-        return attributes["states"] == states and attributes["dates"] == len(self.times)
 
     def run(self, workers: int = 1, scheduler: str = "") -> None:
         """Write what the store lacks. Raises ConfigError, DataError, RunFailed."""
@@ -609,8 +600,10 @@ class Conversion:
         group.update_attributes({"complete": True})
         zarr.consolidate_metadata(group.store)
 
-    def write_part(self, part: Part) -> None:
-        """Read, check and write a part, and its moments and sums. Raises DataError."""
+    def write_part(self, part: tuple[int, int, list[str]]) -> None:
+        """Read, check and write the dates [start, stop) of some variables, at most a shard of each, and their
+        moments and sums. Raises DataError.
+        """
         start, stop, names = part
         group, area = self.group, area_weights(self.grid.latitude)
         all_times = group["time"][:].astype("datetime64[s]")
@@ -705,10 +698,12 @@ def convert_for(data: Data, source: Archive) -> None:
     """
     request, target = Request.of(data), store_of(data)
     conversion = Conversion(request, target, source)
-    if conversion.is_done():
-        return
+    attributes = request.check_store(target, conversion.names)
+    is_new = not attributes.get("complete")
+    if not is_new and (states := conversion.states()):
+        if attributes["states"] == states and attributes["dates"] == len(conversion.times):
+            return
     size, shape = conversion.num_bytes, f"{len(conversion.times)} dates of {len(conversion.names)} variables"
-    is_new = not read_attributes(target).get("complete")
     if is_new:
         check_first_start(data, size)
     with lock(target, request):

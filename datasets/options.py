@@ -51,15 +51,6 @@ def is_whole_day(text: str) -> bool:
     return len(text) <= len("2001-01-01")
 
 
-def check_disjoint(periods: Mapping[str, Sequence[str]]) -> None:
-    """Raise ConfigError if two of the periods (key -> dates) have an instant in common."""
-    spans = [(key, span) for key, text in periods.items() if (span := parse_period(key, text))]
-    for (one, (start, end)), (other, (first, last)) in combinations(spans, 2):
-        if start <= last and first <= end:
-            why = f"overlaps {one} = {list(periods[one])}; move one of them"
-            refuse(other, list(periods[other]), f"{why} (a last date without an hour includes that day)")
-
-
 def parse_selection(texts: Sequence[str]) -> dict[str, str]:
     """Return {"member": "0"} for ["member=0"]. Raises ConfigError."""
     selection: dict[str, str] = {}
@@ -142,8 +133,14 @@ def check_data(data: Data) -> None:
         if name in names:
             refuse("data.static_variables", name, "is among the other variables, too; remove one of them")
     check_region("data.region", data.region)
-    periods = ("train_period", "validation_period", "test_period")
-    check_disjoint({f"data.{name}": getattr(data, name) for name in periods})
+    periods = {
+        f"data.{name}_period": getattr(data, f"{name}_period") for name in ("train", "validation", "test")
+    }
+    spans = [(key, span) for key, period in periods.items() if (span := parse_period(key, period))]
+    for (one, (begin, end)), (other, (first, last)) in combinations(spans, 2):
+        if begin <= last and first <= end:
+            why = f"overlaps {one} = {list(periods[one])}; move one of them"
+            refuse(other, list(periods[other]), f"{why} (a last date without an hour includes that day)")
     if bool(data.grid_shape[0]) != bool(data.grid_shape[1]):
         reason = "give both numbers, or [0, 0] for the grid of the data"
         refuse("data.grid_shape", list(data.grid_shape), reason)

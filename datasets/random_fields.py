@@ -62,9 +62,6 @@ class RandomFields(TrainingStore):
     def check(self, variables, every_date: bool = False) -> None:
         """There is nothing to check."""
 
-    def files_state(self, variables) -> bytes:
-        return repr((RANDOM, self.grid.shape)).encode()
-
     def has(self, variables) -> np.ndarray:
         return np.ones(len(self.times), bool)
 
