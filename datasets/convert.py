@@ -317,9 +317,9 @@ class Conversion:
         for name in expand_levels(chosen, levels):
             named = [other for other in known if name in (other, other.partition(":")[0])] or [name]
             self.names += [other for other in named if other not in self.names]
-        self.static = list(archive.static_variables)
+        self.static = [name for name in archive.static_variables if name not in self.names]
         if request.static_variables is not None:  # a mask of land is drawn in maps
-            extra = {"land_sea_mask"} & {*archive.static_variables} - {*request.static_variables}
+            extra = {"land_sea_mask"} & {*self.static} - {*request.static_variables}
             self.static = [*request.static_variables, *extra]
         taken = dict.fromkeys(OTHER_NAMES, "another array of a store")
         for name in (*self.names, *self.static):
