@@ -64,7 +64,6 @@ from datasets.files import TRAINING_STORE, file_states, find_files
 from datasets.grid import Grid, area_weights, global_grid, sum_moments
 from datasets.options import check_data, check_region, check_selection, parse_selection, parse_storage_options
 from datasets.plausibility import check_static
-from datasets.random_fields import RandomFields
 from datasets.remote import NO_OPTIONS, Access, describe_error, is_url, protocol_of
 from datasets.shards import write_shard
 from datasets.statistics import CHANGE, NUM_COLUMNS, STATE, state_moments
@@ -196,6 +195,8 @@ def open_source(data: Data, elsewhere: Collection[str] = ()) -> Archive:
     or files. elsewhere: as of `Request.open`. Raises ConfigError or DataError.
     """
     if data.path == RANDOM:
+        from datasets.simulated import RandomFields  # torch takes seconds
+
         return RandomFields(data)
     path = data.path.removeprefix("file://")
     if data.path == SIMULATED:

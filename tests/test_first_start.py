@@ -16,7 +16,7 @@ import forecast
 from command_line import load_config
 from datasets import convert, simulated
 from datasets.archive import Archive, TrainingStore, open_archive
-from datasets.random_fields import RandomFields
+from datasets.simulated import RandomFields
 from errors import ConfigError, DataError, RunFailed
 from planning.start_checks import open_checked
 from tests.planned import run_train
