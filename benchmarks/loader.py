@@ -41,7 +41,8 @@ from numcodecs import Blosc
 from benchmarks.results_file import in_turns, parse, record, require, table
 from datasets.archive import TrainingStore, archive_of_dataset, open_archive
 from datasets.convert import Conversion, Request
-from datasets.loader import EvaluationSampler, FieldDataset, Loader
+from datasets.field_dataset import FieldDataset
+from datasets.loader import EvaluationSampler, Loader
 from tests.started_jobs import Job, losses, records
 from training.process_settings import retain_memory
 

@@ -4,7 +4,7 @@ Forcings need no data: they are functions of date and position, known in advance
 in float64: seconds since 1970 do not fit float32; results are float32, of order one. MPS has no float64: use
 a CPU.
 
-Shapes: B batch, h states of a window (datasets/loader.py), V variables, S static fields, F forcings,
+Shapes: B batch, h states of a window (datasets/field_dataset.py), V variables, S static fields, F forcings,
 N channels of noise, H latitudes, W longitudes, C = h V + S + F + N channels.
 """
 

@@ -470,16 +470,15 @@ class Conversion:
             rows = np.array([r for a in starts for r in range(a, min(a + size, len(times)))], int)
             rows = rows[np.isin(times[rows], self.archive.times)]
             fields = {f"{field.path} {field.array}": field for field, _ in self.archive.find(name)}
-            samples = [
-                (rows[np.isin(times[rows], np.asarray(fields[place].times))], COMPARED_DATES)
-                for place in fields.keys() & changed
-            ]
-            for inside, number in samples if changed else [(rows, SAMPLED_DATES)]:
-                for row in np.union1d(evenly_spaced(inside, number), inside[-1:]).astype(int).tolist():
-                    field = self.read(times[row : row + 1], [name])[0, 0]
-                    field = field if packing is None else pack(field, packing)
-                    if not np.array_equal(field, array[row], equal_nan=True):
-                        raise DataError(f"{self.archive.path!r}: {name} at {times[row]} {reason}")
+            samples = [] if changed else evenly_spaced(rows, SAMPLED_DATES).tolist()
+            for place in fields.keys() & changed:
+                inside = rows[np.isin(times[rows], np.asarray(fields[place].times))]
+                samples += evenly_spaced(inside, COMPARED_DATES).tolist()
+            for row in samples:
+                field = self.read(times[row : row + 1], [name])[0, 0]
+                field = field if packing is None else pack(field, packing)
+                if not np.array_equal(field, array[row], equal_nan=True):
+                    raise DataError(f"{self.archive.path!r}: {name} at {times[row]} {reason}")
         for name, field in self.static_fields().items():
             if not np.array_equal(field, self.group[array_name(name)][:], equal_nan=True):
                 raise DataError(f"{self.archive.path!r}: {name} {reason}")
@@ -517,13 +516,13 @@ class Conversion:
                 attributes=about,
             )
 
-        since = {"units": "seconds since 1970-01-01", "calendar": "proleptic_gregorian"}
-        add("time", ["time"], np.dtype("int64"), since | {"standard_name": "time"})[:] = self.times.astype(
-            int
-        )
-        for name, unit in (("latitude", "degrees_north"), ("longitude", "degrees_east")):
-            about = {"units": unit, "standard_name": name}
-            add(name, [name], np.dtype("float64"), about)[:] = getattr(self.grid, name)
+        seconds, calendar = self.times.astype(np.int64), {"calendar": "proleptic_gregorian"}
+        for name, values, about in (
+            ("time", seconds, {"units": "seconds since 1970-01-01"} | calendar),
+            ("latitude", self.grid.latitude, {"units": "degrees_north"}),
+            ("longitude", self.grid.longitude, {"units": "degrees_east"}),
+        ):
+            add(name, [name], values.dtype, about | {"standard_name": name})[:] = values
         for name in self.names:
             about = {"variable": name, "units": self.archive.units(name), **packings.get(name, {})}
             add(array_name(name), AXES, dtype, about)
@@ -580,23 +579,20 @@ class Conversion:
             for first in range(0, count, shard):
                 with np.load(sums_file(self.target, name, first)) as stored:
                     moments[first : first + shard, v] = stored["rows"]
-        array = group.create_array(
+        about = {
+            "variables": self.names,
+            "shifts": [group.attrs["shifts"][name] for name in self.names],
+            "change_hours": group.attrs["change_seconds"] / 3600,
+            "columns": "missing infinite implausible weight first second change_weight change_first "
+            "change_second: cells, and area-weighted sums around the shift",
+        }
+        group.create_array(
             "moments",
-            shape=moments.shape,
-            dtype="float64",
+            data=moments,
             chunks=(min(count, 4096), *moments.shape[1:]),
             dimension_names=("time", "variable", "column"),
+            attributes=about,
             overwrite=True,
-        )
-        array[:] = moments
-        array.attrs.update(
-            {
-                "variables": self.names,
-                "shifts": [group.attrs["shifts"][name] for name in self.names],
-                "change_hours": group.attrs["change_seconds"] / 3600,
-                "columns": "missing infinite implausible weight first second change_weight change_first "
-                "change_second: cells, and area-weighted sums around the shift",
-            }
         )
         group.update_attributes({"complete": True})
         zarr.consolidate_metadata(group.store)
@@ -613,9 +609,7 @@ class Conversion:
         earlier = np.flatnonzero(np.isin(all_times[:start], times - step))
         rows = np.append(earlier, np.arange(start, stop))
         values = self.read(all_times[rows], names)  # (n, V, H, W)
-        lost = np.flatnonzero(
-            ~np.isin(all_times[rows], self.archive.times)
-        )  # by the source, not by the store
+        lost = np.flatnonzero(~np.isin(all_times[rows], self.archive.times))  # which the store has
         _, now, before = np.intersect1d(times, all_times[rows] + step, return_indices=True)
         for v, name in enumerate(names):
             array, packing, fields = group[array_name(name)], self.packing(name), values[:, v]
@@ -627,13 +621,13 @@ class Conversion:
                     check_packing(field, packing, f"{name} at {date}")
                 fields = packing.decode(stored).astype(np.float32)
             ours, columns = fields[len(earlier) :], np.zeros((stop - start, NUM_COLUMNS))
+            shift = group.attrs["shifts"][name]
             total, count = np.zeros(self.grid.shape), np.zeros(self.grid.shape, np.int32)
             slab = max(1, 2**24 // math.prod(self.grid.shape))  # fields at once: float64 takes memory
             for a in range(0, len(ours), slab):
-                block, about = ours[a : a + slab], (times[a : a + slab], self.archive.path)
-                columns[a : a + slab, : STATE.stop] = state_moments(
-                    block, name, group.attrs["shifts"][name], area, *about
-                )
+                block, dates = ours[a : a + slab], times[a : a + slab]
+                moments = state_moments(block, name, shift, area, dates, self.archive.path)
+                columns[a : a + slab, : STATE.stop] = moments
                 valid = np.isfinite(block)
                 total += np.where(valid, block, 0).sum(axis=0, dtype=np.float64)
                 count += valid.sum(axis=0, dtype=np.int32)

@@ -1,7 +1,7 @@
 """The variables, dates and constant fields of an archive that a run uses.
 
 Opening a selection also checks the [data] section against the data. Shapes: H latitudes, W
-longitudes, T dates, h states of a window (datasets/loader.py).
+longitudes, T dates, h states of a window (datasets/field_dataset.py).
 """
 
 import logging
@@ -18,8 +18,8 @@ from datasets.channels import Channels
 from datasets.conditions import check_forcings
 from datasets.convert import Request, access_of, check_first_start, convert_for, open_source, store_of
 from datasets.dates import evenly_spaced, find_gaps, is_inside, usual_hours
+from datasets.field_dataset import window_steps
 from datasets.files import is_zarr
-from datasets.loader import window_steps
 from datasets.options import is_whole_day, parse_period, parse_selection
 from datasets.plausibility import check_static, refuse_fills
 from datasets.remote import is_url

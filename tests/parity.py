@@ -28,8 +28,9 @@ from config import (
     Parallelism,
     Training,
 )
+from datasets.field_dataset import split_sample
 from datasets.grid import area_weights, global_grid
-from datasets.loader import TrainSampler, split_sample
+from datasets.loader import TrainSampler
 from datasets.statistics import Statistics
 from parallelisms.degrees import resolve_degrees
 from planning.collectives import Collective, Recorder

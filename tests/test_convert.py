@@ -7,6 +7,7 @@ import os
 import random
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -195,7 +196,7 @@ def full(tmp_path: Path) -> Path:
 
 
 def replace_source(
-    full: Path, source: Path, start: int, stop: int, raised: tuple = (), row=slice(None)
+    full: Path, source: Path, start: int, stop: int, raised: tuple = (), row: Any = slice(None)
 ) -> None:
     """Write some of the dates to a source, of which some variables may be raised on some dates."""
     with xr.open_dataset(full) as ds:

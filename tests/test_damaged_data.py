@@ -11,7 +11,8 @@ import zarr
 from numcodecs import LZ4, LZMA, Blosc, Zlib, Zstd
 
 from datasets.archive import open_archive
-from datasets.loader import FieldDataset, TrainLoader, TrainSampler
+from datasets.field_dataset import FieldDataset
+from datasets.loader import TrainLoader, TrainSampler
 from errors import DataError
 
 DATE = "2020-01-01T12:00:00"  # the third

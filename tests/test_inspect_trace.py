@@ -10,7 +10,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 from torch.utils.flop_counter import FlopCounterMode
 
-from datasets.loader import FieldDataset
+from datasets.field_dataset import FieldDataset
 from tests.recordings import two_steps_of_a_gpu
 from tests.started_jobs import write_config
 from traces.classes import COMPUTE

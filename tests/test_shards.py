@@ -20,7 +20,8 @@ from torch.utils.data import Sampler
 
 from datasets import convert, shards
 from datasets.archive import TrainingStore, open_archive
-from datasets.loader import FieldDataset, Loader, TrainLoader, TrainSampler
+from datasets.field_dataset import FieldDataset
+from datasets.loader import Loader, TrainLoader, TrainSampler
 from errors import DataError
 from tests.sample_archives import analyses, weatherbench
 

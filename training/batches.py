@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from config import Config, Training
-from datasets.loader import FieldDataset, TrainLoader, TrainSampler
+from datasets.field_dataset import FieldDataset
+from datasets.loader import TrainLoader, TrainSampler
 from datasets.options import COPIES_AHEAD
 from errors import ConfigError
 from jobs.heartbeat import span
@@ -22,7 +23,7 @@ logger = logging.getLogger(__name__)
 
 
 class Batch(NamedTuple):
-    """A micro-batch: windows (datasets/loader.py) and the states of the next R model steps."""
+    """A micro-batch: windows (datasets/field_dataset.py) and the states of the next R model steps."""
 
     fields: Tensor  # (B, h + R, V, H, W) physical, float32, NaN where a value is missing
     times: Tensor  # (B,) dates of the windows, seconds since 1970

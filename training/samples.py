@@ -4,8 +4,8 @@ import logging
 from collections.abc import Sequence
 from pathlib import Path
 
+from datasets.field_dataset import FieldDataset
 from datasets.grid import area_weights
-from datasets.loader import FieldDataset
 from datasets.selection import Selection
 from datasets.statistics import Numbers, load_statistics
 from parallelisms.mesh import from_first_rank

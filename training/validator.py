@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from config import Config
-from datasets.loader import LaterFields
+from datasets.field_dataset import LaterFields
 from jobs.heartbeat import span
 from training.best import Best
 from training.due import every
