@@ -78,8 +78,8 @@ class Grid:
         width = 360.0 if east - west >= 360 else (east - west) % 360
         columns = np.flatnonzero(offset <= width + 1e-6)
         if len(rows) < 2 or len(columns) < 2:
-            found = f"{len(rows)} x {len(columns)} points of the grid are in it"
-            raise ConfigError(f"{key} = {list(region)}: {found}; two of each are needed")
+            count = f"{len(rows)} x {len(columns)} points of the grid are in it"
+            raise ConfigError(f"{key} = {list(region)}: {count}; two of each are needed")
         columns = columns[np.argsort(offset[columns], kind="stable")]
         longitude = self.longitude[columns]
         longitude = longitude + 360 * np.round((west + offset[columns] - longitude) / 360)

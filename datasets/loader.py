@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -81,8 +80,14 @@ class Loader:
     ) -> None:
         self.sampler, self.nodes, self.read = sampler, None, partial(dataset.read, pin=pin)
         if num_threads:  # each reads a batch, and as many wait
-            options: dict[str, Any] = {"in_order": True, "method": "thread", "snapshot_frequency": NEVER}
-            self.nodes = ParallelMapper(SamplerWrapper(sampler), self.read, num_threads, **options)
+            self.nodes = ParallelMapper(
+                SamplerWrapper(sampler),
+                self.read,
+                num_threads,
+                in_order=True,
+                method="thread",
+                snapshot_frequency=NEVER,
+            )
 
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield batches. Raises DataError."""

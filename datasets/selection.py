@@ -151,14 +151,13 @@ def open_for_training(
     may_convert: True in the process that starts a run before its ranks exist, which calls `convert_selection`
     after its checks; the ranks find a complete store. Raises ConfigError or DataError.
     """
-    checks = (patch_size, lead_hours, rollout_steps)
     if is_trained_directly(data) or may_convert:
-        return open_selection(data, *checks)
+        return open_selection(data, patch_size, lead_hours, rollout_steps)
     store = stored(data)
     if not find_store(store.path):
         check_first_start(data)
     Request.of(data).check_store(Path(store.path))
-    return open_selection(store, *checks)
+    return open_selection(store, patch_size, lead_hours, rollout_steps)
 
 
 def convert_selection(
@@ -187,8 +186,15 @@ def is_trained_directly(data: Data) -> bool:
 
 def stored(data: Data) -> Data:
     """Return the settings with the training store of a configuration in the place of its source."""
-    plain = {"more_paths": (), "select": (), "region": (), "static_path": "", "storage_options": ()}
-    return replace(data, path=str(store_of(data)), **plain)
+    return replace(
+        data,
+        path=str(store_of(data)),
+        more_paths=(),
+        select=(),
+        region=(),
+        static_path="",
+        storage_options=(),
+    )
 
 
 def open_without_periods(
@@ -209,11 +215,12 @@ def open_without_periods(
         refuse("data.grid_shape", list(data.grid_shape), f"the data have {list(shape)}; set that or [0, 0]")
     if patch_size[0] > shape[0] or patch_size[1] > shape[1]:
         refuse("model.patch_size", list(patch_size), f"larger than the grid {list(shape)}")
-    if data.static_path:
-        where = (archive.grid, parse_selection(data.select), access_of(data))
-        static = {name: read_static_field(data.static_path, name, *where) for name in data.static_variables}
-    else:
-        static = {name: archive.read_static(name) for name in data.static_variables}
+    static, labels, access = {}, parse_selection(data.select), access_of(data)
+    for name in data.static_variables:
+        if data.static_path:
+            static[name] = read_static_field(data.static_path, name, archive.grid, labels, access)
+        else:
+            static[name] = archive.read_static(name)
     check_static(static, data.static_path or archive.path)
     step, nothing = np.timedelta64(data.step_hours * 3600, "s"), np.zeros(0, int)
     return Selection(archive, variables, static, step, nothing, nothing, data.history)

@@ -11,7 +11,6 @@ import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -221,9 +220,9 @@ def load_statistics(
             raise DataError(f"data.path {reason}; restore them, or take {other}")
     statistics = Statistics.of(archive, variables, dates, step)
     if not trained:
-        arrays: dict[str, Any] = {name: np.array(values) for name, values in statistics.numbers.items()}
+        mean, std, change_std = statistics.mean, statistics.std, statistics.change_std
         with replacing(path) as partial:
-            np.savez(partial, dates=statistics.dates, **arrays)
+            np.savez(partial, dates=statistics.dates, mean=mean, std=std, change_std=change_std)
         return statistics
     for name, values in statistics.numbers.items():
         for variable, now, then, std in zip(variables, values, trained[name], trained["std"], strict=True):
@@ -233,5 +232,5 @@ def load_statistics(
                     f"{name} of {variable} is {now:.9g} here and was {then:.9g}; take the data and the dates "
                     f"that the run began with, or {other}"
                 )
-    exact: dict[str, Any] = {name: np.asarray(values) for name, values in trained.items()}
-    return replace(statistics, **exact)
+    mean, std, change_std = (np.asarray(trained[name]) for name in ("mean", "std", "change_std"))
+    return replace(statistics, mean=mean, std=std, change_std=change_std)

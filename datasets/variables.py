@@ -188,26 +188,26 @@ def usual_range(variable: str) -> tuple[float, float]:
     return VARIABLES.get(split_name(variable)[0], UNKNOWN).usual_range
 
 
-SPELLINGS = {  # of the data store, of GRIB, of NetCDF's older conventions; of units or of one factor
-    **dict.fromkeys(("(0 - 1)", "0-1", "~", "-", "dimensionless", "fraction"), "1"),
-    **dict.fromkeys(("kelvin", "degk", "deg_k", "degrees_kelvin", "degrees_k", "degree_k"), "K"),
-    **dict.fromkeys(("degc", "deg_c", "celsius", "degrees_celsius", "degree_celsius", "°c", "c"), "degC"),
-    **dict.fromkeys(("degrees_c", "degree_c"), "degC"),
-    **dict.fromkeys(("degf", "deg_f", "fahrenheit", "degrees_fahrenheit", "degree_fahrenheit", "°f"), "degF"),
-    **dict.fromkeys(("degrees_f", "degree_f"), "degF"),
-    **dict.fromkeys(("pa", "pascal", "pascals"), "Pa"),
-    **dict.fromkeys(("kpa", "kilopascal", "kilopascals"), "kPa"),
-    **dict.fromkeys(("mb", "mbar", "millibar", "millibars", "hpa", "hectopascal", "hectopascals"), "hPa"),
-    **dict.fromkeys(("kmh", "kph"), "km h-1"),
-    **dict.fromkeys(("knots", "knot", "kt", "kts"), "knot"),
-    **dict.fromkeys(("gpm", "meter", "metre", "metres", "meters", "m of water equivalent"), "m"),
-    **dict.fromkeys(("sec", "second", "seconds"), "s"),
-    **dict.fromkeys(("hr", "hour", "hours"), "h"),
-    **dict.fromkeys(("d", "days"), "day"),
-    **dict.fromkeys(("gram", "grams"), "g"),
-    "j": "J",
-    "percent": "%",
+# Of the data store, of GRIB, of NetCDF's older conventions; of units or of one factor.
+OTHER_SPELLINGS = {
+    "1": "(0 - 1), 0-1, ~, -, dimensionless, fraction",
+    "K": "kelvin, degk, deg_k, degrees_kelvin, degrees_k, degree_k",
+    "degC": "degc, deg_c, celsius, degrees_celsius, degree_celsius, °c, c, degrees_c, degree_c",
+    "degF": "degf, deg_f, fahrenheit, degrees_fahrenheit, degree_fahrenheit, °f, degrees_f, degree_f",
+    "Pa": "pa, pascal, pascals",
+    "kPa": "kpa, kilopascal, kilopascals",
+    "hPa": "mb, mbar, millibar, millibars, hpa, hectopascal, hectopascals",
+    "km h-1": "kmh, kph",
+    "knot": "knots, knot, kt, kts",
+    "m": "gpm, meter, metre, metres, meters, m of water equivalent",
+    "s": "sec, second, seconds",
+    "h": "hr, hour, hours",
+    "day": "d, days",
+    "g": "gram, grams",
+    "J": "j",
+    "%": "percent",
 }
+SPELLINGS = {text: ours for ours, texts in OTHER_SPELLINGS.items() for text in texts.split(", ")}
 FACTOR = re.compile(r"([/.*· ]*)([a-z°%]+)\^?([+-]?\d+)?", re.IGNORECASE)
 
 
