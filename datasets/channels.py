@@ -7,7 +7,6 @@ a window of states (newest first), known variables of the next state, static fie
 """
 
 from dataclasses import dataclass
-from itertools import islice
 
 from config import Data
 from datasets.variables import expand_levels
@@ -32,8 +31,8 @@ class Channels:
     @classmethod
     def of(cls, data: Data, noise_dim: int = 0) -> "Channels":
         """Return the channels of a configuration. Raises ConfigError."""
-        listed = data.variables, data.diagnostic_variables, data.forcing_variables
-        names = [name for each in listed for name in each]
+        roles = data.variables, data.diagnostic_variables, data.forcing_variables
+        names = [name for role in roles for name in role]
         try:
             expanded = expand_levels(names, data.levels)
         except ValueError as error:
@@ -42,10 +41,11 @@ class Channels:
         if both := [name for name in expanded if name in on_levels]:
             reason = f"{both[0]} is listed with and without a level, and a forecast has one array of it"
             refuse("data.variables", names, f"{reason}; leave one out, or rename one of them in the data")
-        rest = iter(expanded)
-        roles = [tuple(islice(rest, len(expand_levels(each, data.levels)))) for each in listed]
+        prognostic, diagnostic, forcing = (tuple(expand_levels(role, data.levels)) for role in roles)
         return cls(
-            *roles,
+            prognostic,
+            diagnostic,
+            forcing,
             static=tuple(data.static_variables),
             computed=tuple(data.forcings),
             noise_dim=noise_dim,

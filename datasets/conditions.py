@@ -1,19 +1,130 @@
-"""Inputs of the model besides the state: constant fields, computed forcings, noise.
+"""Inputs of the model besides the state: constant fields, forcings, noise.
+
+Forcings need no data: they are functions of date and position, known in advance for any lead time. Angles are
+in float64: seconds since 1970 do not fit float32; results are float32, of order one. MPS has no float64: use
+a CPU.
 
 Shapes: B batch, h states of a window (datasets/field_dataset.py), V variables, S static fields, F forcings,
 N channels of noise, H latitudes, W longitudes, C = h V + S + F + N channels.
 """
 
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
 from datasets.channels import Channels
-from datasets.forcings import compute_forcings
 from datasets.grid import Grid, area_weights
+from errors import nearest, refuse
 from models.noise import NoiseFields
+
+SECONDS_PER_DAY = 86400
+DAYS_PER_YEAR = 365.2425  # Gregorian mean
+EPOCH_TO_J2000 = 10957.5  # days from 1970-01-01 00:00 to 2000-01-01 12:00
+SOLAR_CONSTANT = 1361.0  # W m-2; the unit of toa_incident_solar_radiation here, from 0 to 1.035
+
+
+@dataclass(frozen=True)
+class Instant:
+    """Dates and positions as float64 tensors that broadcast to (B, H, W)."""
+
+    seconds: Tensor  # (B, 1, 1) since 1970-01-01 UTC, int64
+    latitude: Tensor  # (1, H, 1) radians
+    longitude: Tensor  # (1, 1, W) radians
+
+    def local_time(self) -> Tensor:
+        """Return the mean solar time as an angle (B, 1, W): 0 at midnight, pi at noon of the mean sun."""
+        fraction = (self.seconds % SECONDS_PER_DAY).double() / SECONDS_PER_DAY
+        return 2 * math.pi * fraction + self.longitude
+
+    def day_of_year(self) -> Tensor:
+        """Return the season as an angle (B, 1, 1), 0 at 1 January of 2000 and again each mean Gregorian year.
+
+        It differs from the calendar's by less than a day, without jumps at midnight or after a leap year.
+        """
+        days = self.seconds.double() / SECONDS_PER_DAY - (EPOCH_TO_J2000 - 0.5)
+        return 2 * math.pi * torch.remainder(days / DAYS_PER_YEAR, 1.0)
+
+
+@dataclass(frozen=True)
+class Sun:
+    """Position of the sun, each (B, 1, 1)."""
+
+    declination: Tensor  # radians
+    equation_of_time: Tensor  # radians by which the true sun is ahead of the mean one
+    inverse_distance_squared: Tensor  # (mean distance / distance)^2
+
+
+def sun_position(seconds: Tensor) -> Sun:
+    """Return the position of the sun at seconds since 1970-01-01 UTC, to 0.01 degrees in 1950-2050.
+
+    Source: The Astronomical Almanac, section C, "Low precision formulas for the Sun's coordinates".
+    """
+    days = seconds.double() / SECONDS_PER_DAY - EPOCH_TO_J2000
+    mean_longitude = torch.deg2rad(torch.remainder(280.460 + 0.9856474 * days, 360.0))
+    anomaly = torch.deg2rad(torch.remainder(357.528 + 0.9856003 * days, 360.0))
+    centre = 1.915 * torch.sin(anomaly) + 0.020 * torch.sin(2 * anomaly)  # degrees
+    ecliptic = mean_longitude + torch.deg2rad(centre)
+    obliquity = torch.deg2rad(23.439 - 4e-7 * days)
+    ascension = torch.atan2(torch.cos(obliquity) * torch.sin(ecliptic), torch.cos(ecliptic))
+    difference = torch.remainder(mean_longitude - ascension + math.pi, 2 * math.pi) - math.pi
+    distance = 1.00014 - 0.01671 * torch.cos(anomaly) - 0.00014 * torch.cos(2 * anomaly)
+    return Sun(torch.asin(torch.sin(obliquity) * torch.sin(ecliptic)), difference, distance**-2)
+
+
+def insolation(at: Instant) -> Tensor:
+    """Return the instantaneous radiation at the top of the atmosphere / solar constant, (B, H, W).
+
+    ERA5's variable of this name is instead accumulated over the hour before, in J m-2.
+    """
+    sun = sun_position(at.seconds)
+    hour_angle = at.local_time() - math.pi + sun.equation_of_time
+    vertical = torch.sin(at.latitude) * torch.sin(sun.declination)
+    horizontal = torch.cos(at.latitude) * torch.cos(sun.declination)
+    cosine_zenith = vertical + horizontal * torch.cos(hour_angle)
+    return sun.inverse_distance_squared * cosine_zenith.clamp(min=0)
+
+
+FORCINGS: dict[str, Callable[[Instant], Tensor]] = {
+    "toa_incident_solar_radiation": insolation,
+    "sin_local_time": lambda at: torch.sin(at.local_time()),
+    "cos_local_time": lambda at: torch.cos(at.local_time()),
+    "sin_day_of_year": lambda at: torch.sin(at.day_of_year()),
+    "cos_day_of_year": lambda at: torch.cos(at.day_of_year()),
+    "sin_latitude": lambda at: torch.sin(at.latitude),
+    "cos_latitude": lambda at: torch.cos(at.latitude),
+    "sin_longitude": lambda at: torch.sin(at.longitude),
+    "cos_longitude": lambda at: torch.cos(at.longitude),
+}
+
+
+def check_forcings(names: Sequence[str]) -> None:
+    """Raise ConfigError with the nearest valid name for the first unknown one."""
+    for name in names:
+        if name not in FORCINGS:
+            refuse("data.forcings", name, f"unknown; {nearest(name, FORCINGS)}")
+
+
+def compute_forcings(names: Sequence[str], times: Tensor, latitude: Tensor, longitude: Tensor) -> Tensor:
+    """Return forcings (B, F, H, W), float32 and of order one, in the order of `names`.
+
+    `times` (B,) int64 seconds since 1970-01-01 UTC; `latitude` (H,), `longitude` (W,) degrees; on one device.
+    """
+    if times.dtype != torch.int64:
+        raise ValueError(f"times.dtype = {times.dtype}: give int64 seconds since 1970-01-01 UTC")
+    at = Instant(
+        seconds=times[:, None, None],
+        latitude=torch.deg2rad(latitude.double())[None, :, None],
+        longitude=torch.deg2rad(longitude.double())[None, None, :],
+    )
+    shape = (times.shape[0], len(latitude), len(longitude))
+    result = torch.empty(shape[0], len(names), *shape[1:], dtype=torch.float32, device=times.device)
+    for index, name in enumerate(names):
+        result[:, index] = FORCINGS[name](at).expand(shape)
+    return result
 
 
 class Conditions(nn.Module):
@@ -24,22 +135,25 @@ class Conditions(nn.Module):
     longitude: Tensor
     hidden: Tensor
 
-    def __init__(
-        self,
-        static: Sequence[np.ndarray],
-        channels: Channels,
-        grid: Grid,
-    ) -> None:
-        """static: (H, W) each, in any units."""
+    def __init__(self, static: Sequence[np.ndarray], channels: Channels, grid: Grid) -> None:
+        """static: (H, W) each, in any units: they are scaled to area mean 0 and deviation 1."""
         super().__init__()
-        hidden = torch.tensor(channels.hidden, dtype=torch.int64)
-        self.register_buffer("hidden", hidden, persistent=False)
         self.forcings, noise_dim = channels.computed, channels.noise_dim
-        fields = [standardize(field, area_weights(grid.latitude)) for field in static]
-        stacked = torch.stack(fields) if fields else torch.empty(0, *grid.shape)
-        self.register_buffer("static", stacked, persistent=False)  # (S, H, W)
-        self.register_buffer("latitude", torch.from_numpy(grid.latitude.copy()), persistent=False)
-        self.register_buffer("longitude", torch.from_numpy(grid.longitude.copy()), persistent=False)
+        weights = np.broadcast_to(area_weights(grid.latitude)[:, None], grid.shape)
+        stacked = torch.empty(len(static), *grid.shape)  # (S, H, W)
+        for number, field in enumerate(static):
+            filled = np.where(np.isfinite(field), field, np.nanmean(field)).astype(np.float64)
+            anomaly = filled - np.average(filled, weights=weights)
+            deviation = np.sqrt(np.average(anomaly**2, weights=weights))
+            stacked[number] = torch.from_numpy((anomaly / max(deviation, 1e-12)).astype(np.float32))
+        buffers = {
+            "hidden": torch.tensor(channels.hidden, dtype=torch.int64),
+            "static": stacked,
+            "latitude": torch.from_numpy(grid.latitude.copy()),
+            "longitude": torch.from_numpy(grid.longitude.copy()),
+        }
+        for name, values in buffers.items():
+            self.register_buffer(name, values, persistent=False)
         self.noise = NoiseFields(noise_dim, grid.shape, grid.periodic) if noise_dim else None
 
     def draw(self, keys: Tensor | None, times: Tensor) -> list[Tensor]:
@@ -57,16 +171,7 @@ class Conditions(nn.Module):
         if len(self.hidden):
             window = window.index_fill(1, self.hidden, 0.0)
         # Not len(window): an exported program would keep that number.
-        parts = [window, self.static.expand(window.shape[0], -1, -1, -1)]
+        inputs = [window, self.static.expand(window.shape[0], -1, -1, -1)]
         if self.forcings:
-            parts.append(compute_forcings(self.forcings, times, self.latitude, self.longitude))
-        return torch.cat([*parts, *noise], dim=1)
-
-
-def standardize(field: np.ndarray, area: np.ndarray) -> Tensor:
-    """Scale a field (H, W) to area mean 0 and deviation 1: orography is in thousands, a mask in [0, 1]."""
-    filled = np.where(np.isfinite(field), field, np.nanmean(field)).astype(np.float64)
-    weights = np.broadcast_to(area[:, None], filled.shape)
-    anomaly = filled - np.average(filled, weights=weights)
-    deviation = np.sqrt(np.average(anomaly**2, weights=weights))
-    return torch.from_numpy((anomaly / max(deviation, 1e-12)).astype(np.float32))
+            inputs.append(compute_forcings(self.forcings, times, self.latitude, self.longitude))
+        return torch.cat([*inputs, *noise], dim=1)

@@ -26,6 +26,7 @@ if __name__ == "__main__":
 import ctypes
 import errno
 import fcntl
+import glob
 import hashlib
 import json
 import logging
@@ -34,19 +35,19 @@ import os
 import shutil
 import signal
 import sys
+import time
 import warnings
 from argparse import Namespace
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import dask.base
 import numpy as np
-import xarray as xr
 import zarr
 from dask import config as dask_config
 from dask.delayed import delayed
@@ -54,8 +55,8 @@ from tqdm.dask import TqdmCallback
 from zarr.codecs import BloscCodec, Crc32cCodec
 
 from command_line import OneLineParser, start
-from config import Data, in_project
-from datasets.archive import Archive, open_archive, read_static_field, sums_file
+from config import RANDOM, SIMULATED, Data, in_project
+from datasets.archive import Archive, archive_of_dataset, open_archive, read_static_field, sums_file
 from datasets.channels import Channels
 from datasets.dates import consecutive, evenly_spaced, is_inside, usual_hours
 from datasets.fields import Decoding
@@ -65,12 +66,13 @@ from datasets.plausibility import check_static
 from datasets.remote import NO_OPTIONS, Access, describe_error, is_url, protocol_of
 from datasets.shards import write_shard
 from datasets.source import TRAINING_STORE, file_states, find_files
-from datasets.statistics import CHANGE, NUM_COLUMNS, STATE, first_shift, state_moments
-from datasets.variables import expand_levels, named_by, split_name, units
+from datasets.statistics import CHANGE, NUM_COLUMNS, STATE, state_moments
+from datasets.variables import expand_levels, split_name, units
 from jobs.durable_files import replacing
 
 logger = logging.getLogger(__name__)
 VERSION = 2  # of the layout of a store
+SIMULATED_PATH, SIMULATED_SOURCE = "outputs/stores/simulated.zarr", "memory://simulated"
 SHARD_DATES, SHARD_BYTES, PART_BYTES = 512, 2**28, 2**30  # at most
 SAMPLED_DATES = 16  # for scales and offsets of float16
 COMPARED_DATES = 64  # of an array, on which a source whose files have changed is compared with its store
@@ -79,7 +81,7 @@ LARGEST_FIRST_START = 100 * 2**30  # bytes that a first start converts; more tak
 SINGLE_PROCESS = 2**31  # bytes that are converted without workers, which take seconds to start
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EIO)  # what a user can repair
 AXES = ("time", "latitude", "longitude")
-Part = tuple[int, int, list[str]]  # dates [start, stop) of some variables: at most a shard of each
+OTHER_NAMES = {*AXES, "moments", "sums"}  # in a store, besides its variables
 # Zarr 3 does not specify consolidated metadata, and the folder of sums is no array.
 warnings.filterwarnings("ignore", message="Consolidated metadata|Object at .* is not recognized")
 
@@ -88,12 +90,12 @@ warnings.filterwarnings("ignore", message="Consolidated metadata|Object at .* is
 class Request:
     """What a store has: of which sources, which variables and dates, in which form. It can be pickled."""
 
-    sources: tuple[str, ...]
+    source: tuple[str, ...]  # several are one archive
     variables: tuple[str, ...] = ()  # with levels; (): all
     levels: tuple[int, ...] = ()
     static_variables: tuple[str, ...] | None = None  # None: all
     static_path: str = ""
-    periods: tuple[tuple[str, ...], ...] = ()  # (): all dates
+    period: tuple[tuple[str, ...], ...] = ()  # (): all dates
     region: tuple[float, ...] = ()
     select: tuple[str, ...] = ()
     access: Access = NO_OPTIONS
@@ -106,19 +108,31 @@ class Request:
     def of(cls, data: Data) -> "Request":
         """Return what a configuration reads. Raises ConfigError."""
         periods = (data.train_period, data.validation_period, data.test_period)
+        path = in_project(SIMULATED_PATH) if data.path == SIMULATED else data.path
         return cls(
-            sources=(data.path, *data.more_paths),
+            source=(path, *data.more_paths),
             variables=tuple(Channels.of(data).variables),
             static_variables=tuple(data.static_variables),
             static_path=data.static_path,
-            periods=tuple(period for period in periods if period) if data.train_period else (),
+            period=tuple(period for period in periods if period) if data.train_period else (),
             region=tuple(data.region),
             select=tuple(data.select),
-            access=Access(tuple(data.storage_options), protocol_of(data.path)),
+            access=access_of(data),
             dtype="float32",
             step_hours=data.step_hours,
             from_config=True,
         )
+
+    def open(self, elsewhere: Collection[str] = ()) -> Archive:
+        """Open the sources. Raises ConfigError, DataError.
+
+        elsewhere: dimensions of other data that `select` may name, too.
+        """
+        selection, (path, *more_paths) = parse_selection(self.select), self.source
+        archive = open_archive(path, selection, self.access, () if self.grid else self.region, more_paths)
+        here = {name: label for name, label in selection.items() if name not in elsewhere}
+        check_selection(here, archive.extra_dimensions, archive.path)
+        return archive
 
     def key(self, option: str) -> str:
         """Return the name of an option for messages: of the command line, or of the configuration."""
@@ -128,90 +142,32 @@ class Request:
 
     def identity(self) -> dict[str, Any]:
         """Return what may not differ when a store is continued, as JSON has it; without secrets."""
-        absolute = lambda path: path if not path or is_url(path) else os.path.abspath(path)  # noqa: E731
-        return {
-            "source": [without_secrets(absolute(path)) for path in self.sources],
-            "variables": list(self.variables),
-            "static_variables": None if self.static_variables is None else list(self.static_variables),
-            "static_path": without_secrets(absolute(self.static_path)),
-            "period": [list(period) for period in self.periods],
-            "region": list(self.region),
-            "select": list(self.select),
-            "grid": self.grid,
-            "dtype": self.dtype,
-        }
 
-    def default_target(self) -> Path:
-        """Return the store of a configuration in the project: a name, and a digest of what is asked."""
-        digest = hashlib.sha256(json.dumps(self.identity()).encode()).hexdigest()[:12]
-        name = "".join(c if c.isalnum() or c in "-_." else "_" for c in Path(self.sources[0]).stem)
-        return Path(in_project(f"outputs/stores/{name or 'data'}-{digest}.zarr"))
+        def plain(path: str) -> str:
+            return without_secrets(path if not path or is_url(path) else os.path.abspath(path))
 
+        values = replace(self, source=tuple(map(plain, self.source)), static_path=plain(self.static_path))
+        left_out = ("access", "levels", "from_config")
+        return json.loads(json.dumps({k: v for k, v in vars(values).items() if k not in left_out}))
 
-def parse(argv: list[str]) -> tuple[Request, Namespace]:
-    """Return what to convert, and the options of this command. Raises ConfigError."""
-    if any(word.split("=")[0] == "--job.config_file" for word in argv):
-        config = start(argv, __doc__, lambda config: check_data(config.data))
-        request = Request.of(config.data)
-        target = str(config.data.store_path or request.default_target())
-        return request, Namespace(target=target, workers=os.cpu_count() or 1, scheduler="")
-    parser = OneLineParser("datasets.convert", __doc__)
-    add = parser.add_argument
-    add("source", metavar="SOURCE", help="file, folder, glob or URL, as data.path")
-    add("target", metavar="TARGET", help="local folder, new or to be continued")
-    add("--variables", nargs="+", default=[], metavar="NAME", help="default: all")
-    add("--levels", nargs="+", type=int, default=[], metavar="HPA", help="of variables without a level")
-    add("--period", nargs=2, default=[], metavar=("FIRST", "LAST"), help="dates, both included")
-    add("--region", nargs=4, type=float, default=[], metavar=("NORTH", "WEST", "SOUTH", "EAST"))
-    add("--grid", default="", metavar="HxW", help="regrid: 121x240 has rows on the poles, 32x64 has none")
-    add("--dtype", choices=("float16", "float32"), default="float16", help="default: float16")
-    add("--workers", type=int, default=1, metavar="N", help="processes of this machine")
-    add("--scheduler", default="", metavar="tcp://HOST:PORT", help="of dask.distributed, instead of workers")
-    add("--select", nargs="+", default=[], metavar="DIM=LABEL", help="as data.select")
-    add("--storage_options", nargs="+", default=[], metavar="NAME=VALUE", help="as data.storage_options")
-    options = parser.parse_args(argv)
-    check_region("--region", options.region)
-    parse_storage_options(options.storage_options)
-    if options.workers < 1:
-        refuse("--workers", options.workers, "one or more processes expected")
-    request = Request(
-        sources=(options.source,),
-        variables=tuple(options.variables),
-        levels=tuple(options.levels),
-        periods=(tuple(options.period),) if options.period else (),
-        region=tuple(options.region),
-        select=tuple(options.select),
-        access=Access(tuple(options.storage_options), protocol_of(options.source)),
-        grid=options.grid,
-        dtype=options.dtype,
-    )
-    return request, options
-
-
-def parse_grid(text: str) -> Grid:
-    """Return the global grid of "32x64"; an odd number of rows ("121x240") has points on the poles."""
-    rows, columns = (int(part) if part.isdecimal() else 0 for part in f"{text}x".split("x")[:2])
-    if text != f"{rows}x{columns}" or min(rows, columns) < 2:
-        refuse("--grid", text, "number of latitudes x number of longitudes expected, as in 121x240")
-    longitude = np.arange(columns) * 360 / columns
-    return Grid(np.linspace(90, -90, rows), longitude) if rows % 2 else global_grid((rows, columns))
-
-
-def check_target(target: Path, request: Request) -> None:
-    """Raise ConfigError unless TARGET is a store of this module, or empty, and not inside a source."""
-    key = request.key("TARGET")
-    for source in request.sources:
-        for file in (
-            [] if is_url(source) or not source else [source.removeprefix("file://"), *find_files(source)]
-        ):
-            if target.resolve().is_relative_to(Path(file).resolve()):
-                refuse(key, str(target), f"it is inside {request.key('SOURCE')} {file!r}; name another")
-    attributes = read_attributes(target)
-    if TRAINING_STORE in attributes and attributes[TRAINING_STORE] != VERSION:
-        refuse(key, str(target), "it was written by an earlier version; remove it, or name another")
-    is_known = attributes.get(TRAINING_STORE) == VERSION and "options" in attributes
-    if not is_known and target.exists() and (not target.is_dir() or any(target.iterdir())):
-        refuse(key, str(target), "it exists and is no store of datasets.convert; name another")
+    def check_store(self, target: Path, variables: Sequence[str] = ()) -> dict[str, Any]:
+        """Return the attributes of a store, {} if there is none. Raises ConfigError if TARGET is something
+        else, or was begun with other options. variables: with levels, if they are known.
+        """
+        key, attributes = self.key("TARGET"), read_attributes(target)
+        if TRAINING_STORE in attributes and attributes[TRAINING_STORE] != VERSION:
+            refuse(key, str(target), "it was written by an earlier version; remove it, or name another")
+        if "options" not in attributes or TRAINING_STORE not in attributes:
+            if target.exists() and (not target.is_dir() or any(target.iterdir())):
+                refuse(key, str(target), "it exists and is no store of datasets.convert; name another")
+            return {}
+        for name, value in (self.identity() | {"variables": list(variables)}).items():
+            known = attributes["options"].get(name, value)
+            if value != known and (variables or name != "variables"):
+                option = self.key("SOURCE" if name == "source" else f"--{name}")
+                reason = f"{str(target)!r} was begun with {name} {known!r}; use that, or another {key}"
+                refuse(option, value, reason)
+        return attributes
 
 
 def read_attributes(path: Path) -> dict[str, Any]:
@@ -221,14 +177,42 @@ def read_attributes(path: Path) -> dict[str, Any]:
     return {}
 
 
-def check_identity(target: Path, request: Request, variables: Sequence[str] = ()) -> None:
-    """Raise ConfigError if a store was begun with other options; variables: with levels, if known."""
-    options = read_attributes(target).get("options", {})
-    for name, value in (request.identity() | {"variables": list(variables)}).items():
-        if value != (known := options.get(name)) and (variables or name != "variables"):
-            fix = f"use that, or another {request.key('TARGET')}"
-            key = request.key("SOURCE" if name == "source" else f"--{name}")
-            refuse(key, value, f"{str(target)!r} was begun with {name} {known!r}; {fix}")
+def access_of(data: Data) -> Access:
+    """Return the options for reading URLs of a run: data.path, and others of the same protocol."""
+    return Access(tuple(data.storage_options), protocol_of(data.path))
+
+
+def store_of(data: Data) -> Path:
+    """Return the folder of the training store of a configuration, by default a digest of what is asked."""
+    request = Request.of(data)
+    digest = hashlib.sha256(json.dumps(request.identity()).encode()).hexdigest()[:12]
+    name = "".join(c if c.isalnum() or c in "-_." else "_" for c in Path(request.source[0]).stem)
+    return Path(data.store_path or in_project(f"outputs/stores/{name or 'data'}-{digest}.zarr"))
+
+
+def open_source(data: Data, elsewhere: Collection[str] = ()) -> Archive:
+    """Open what data.path and data.more_paths name: noise, simulated weather, which is written on first use,
+    or files. elsewhere: as of `Request.open`. Raises ConfigError or DataError.
+    """
+    if data.path == RANDOM:
+        from datasets.simulated import RandomFields  # torch takes seconds
+
+        return RandomFields(data)
+    path = data.path.removeprefix("file://")
+    if data.path == SIMULATED:
+        write_simulated(Path(in_project(SIMULATED_PATH)))
+    elif not is_url(path) and not os.path.exists(path) and not glob.glob(path):
+        fix = "name your analyses, or take --data.path random for a trial without data"
+        refuse("data.path", data.path, f"there is no such file or folder; {fix}")
+    return Request.of(data).open(elsewhere)
+
+
+def parse_grid(text: str) -> Grid:
+    """Return the global grid of "32x64"; an odd number of rows ("121x240") has points on the poles."""
+    rows, columns = (int(part) if part.isdecimal() else 0 for part in f"{text}x".split("x")[:2])
+    if text != f"{rows}x{columns}" or min(rows, columns) < 2:
+        refuse("--grid", text, "number of latitudes x number of longitudes expected, as in 121x240")
+    return global_grid((rows, columns), poles=rows % 2 == 1)
 
 
 @contextmanager
@@ -237,7 +221,7 @@ def lock(target: Path, request: Request) -> Iterator[None]:
 
     Raises ConfigError, RunFailed (the disk).
     """
-    key = request.key("TARGET")
+    key, place = request.key("TARGET"), str(target)
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         file = (target.parent / f".{target.name}.lock").open("w")
@@ -245,24 +229,32 @@ def lock(target: Path, request: Request) -> Iterator[None]:
             raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
     except OSError as error:
         if error.errno in FULL:
-            raise RunFailed(
-                f"{key} {str(target)!r} cannot be written ({error.strerror}); make room"
-            ) from None
+            raise RunFailed(f"{key} {place!r} cannot be written ({error.strerror}); make room") from None
         reason = f"it cannot be written to ({error.strerror}); name another"
-        refuse(key, str(target), reason + " with data.store_path" * request.from_config)
+        refuse(key, place, reason + " with data.store_path" * request.from_config)
     with file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             if not request.from_config:
-                refuse(key, str(target), "another process is writing it; wait for its end")
+                refuse(key, place, "another process is writing it; wait for its end")
             print_message(f"{target}: another run is converting it: waiting")
             fcntl.flock(file, fcntl.LOCK_EX)
         try:
             yield
         except OSError as error:
-            reason = f"{str(target)!r} cannot be written ({describe_error(error)})"
+            reason = f"{place!r} cannot be written ({describe_error(error)})"
             raise RunFailed(f"{key} {reason}; the same command continues when that is repaired") from None
+
+
+@contextmanager
+def reading(path: str) -> Iterator[None]:
+    """Raise DataError for an error of the system while a source is read: it is not the disk of the store."""
+    try:
+        yield
+    except OSError as error:
+        reason = f"{describe_error(error)}; the same command continues when that is repaired"
+        raise DataError(f"cannot read {path!r}: {reason}") from None
 
 
 # -- values
@@ -306,16 +298,15 @@ def array_name(variable: str) -> str:
 class Conversion:
     """Variables and dates of analyses, and the store to which they are written. It can be pickled."""
 
-    def __init__(self, request: Request, target: Path, archive: Archive | None = None) -> None:
-        """Open the sources, or take these analyses. Raises ConfigError, DataError."""
-        self.request, self.target = request, target.absolute()
-        region = () if request.grid else request.region
-        is_checked = archive is not None
-        if archive is None:
-            selection, (path, *more_paths) = parse_selection(request.select), request.sources
-            archive = open_archive(path, selection, request.access, region, more_paths)
-            check_selection(selection, archive.extra_dimensions, archive.path)
-        self.archive = archive
+    def __init__(self, request: Request, target: Path, archive: Archive) -> None:
+        """archive: of the request's sources. Raises ConfigError, DataError."""
+        self.request, self.target, self.archive = request, target.absolute(), archive
+        for source in filter(None, request.source):
+            local = [] if is_url(source) else [source.removeprefix("file://"), *find_files(source)]
+            for file in local:
+                if target.resolve().is_relative_to(Path(file).resolve()):
+                    reason = f"it is inside {request.key('SOURCE')} {file!r}; name another"
+                    refuse(request.key("TARGET"), str(target), reason)
 
         # Variables: those that are named, or all, on the levels where these are given.
         known, levels, chosen = archive.variables, request.levels, list(request.variables)
@@ -323,23 +314,29 @@ class Conversion:
             if all(split_name(name)[1] != level for name in known):
                 refuse("--levels", level, f"{archive.path!r} has no variable on this level; name another")
         chosen = chosen or [name for name in known if not levels or split_name(name)[1] in (None, *levels)]
-        expanded = expand_levels(chosen, levels)
-        self.names = list(dict.fromkeys(n for name in expanded for n in named_by([name], known) or [name]))
-        if not is_checked:
-            archive.check(self.names)
-        self.static = list(archive.static_variables)
+        self.names = []  # whole names, or all levels of one
+        for name in expand_levels(chosen, levels):
+            named = [other for other in known if name in (other, other.partition(":")[0])] or [name]
+            self.names += [other for other in named if other not in self.names]
+        self.static = [name for name in archive.static_variables if name not in self.names]
         if request.static_variables is not None:  # a mask of land is drawn in maps
-            extra = {"land_sea_mask"} & {*archive.static_variables} - {*request.static_variables}
+            extra = {"land_sea_mask"} & {*self.static} - {*request.static_variables}
             self.static = [*request.static_variables, *extra]
+        taken = dict.fromkeys(OTHER_NAMES, "another array of a store")
+        for name in (*self.names, *self.static):
+            if other := taken.get(array_name(name)):
+                reason = f"its array {array_name(name)} would be that of {other}; leave one of them out"
+                refuse(request.key("--variables"), name, reason)
+            taken[array_name(name)] = name
 
         # Dates in the periods: with all variables of a configuration, with one of the command line's.
         key = request.key("--period")
-        inside = [is_inside(archive.times, key, period) for period in request.periods]
+        inside = [is_inside(archive.times, key, period) for period in request.period]
         chosen_dates = np.any(inside, axis=0) if inside else np.ones(len(archive.times), bool)
         has = [archive.has([name]) for name in self.names]
         chosen_dates &= np.all(has, axis=0) if request.from_config else np.any(has, axis=0)
         if not chosen_dates.any():
-            period = list(request.periods[0]) if request.periods else []
+            period = list(request.period[0]) if request.period else []
             refuse(key, period, f"no date of it is in {archive}; name another")
         self.times = archive.times[chosen_dates]
 
@@ -360,40 +357,70 @@ class Conversion:
         """The arrays of the store."""
         return zarr.open_group(self.target, mode="r+", use_consolidated=False)
 
+    def read(self, times: np.ndarray, names: Sequence[str]) -> np.ndarray:
+        """Return fields (n, V, H, W) float32 of the source on the grid of the store, NaN where it lacks them.
+        Raises DataError.
+
+        times: ascending.
+        """
+        fields = np.full((len(times), len(names), *self.grid.shape), np.nan, np.float32)
+        rows = np.flatnonzero(np.isin(times, self.archive.times))
+        places = np.searchsorted(self.archive.times, times[rows])
+        for near in consecutive(places) if len(places) else []:
+            with reading(self.archive.path):
+                block = self.archive.read_block(int(near[0]), int(near[-1]) + 1, names)
+            here = rows[np.isin(places, near)]
+            for v, name in enumerate(names):
+                fields[here, v] = self.fit(block[:, v], name)
+        return fields
+
     def fit(self, fields: np.ndarray, name: str) -> np.ndarray:
-        """Return fields (..., H, W) of a variable of the archive on the grid of the store."""
+        """Return fields (n, H, W) of a variable of the archive on the grid of the store."""
         if self.regridder is None:
             return fields
         import torch
 
         # Field by field: the regridder works in float64.
         is_class = self.archive.is_class(name)
-        flat = torch.from_numpy(np.ascontiguousarray(fields)).reshape(-1, *fields.shape[-2:])
-        regridded = np.stack([self.regridder(field, is_class).numpy() for field in flat])
-        return regridded.reshape(*fields.shape[:-2], *self.grid.shape)
+        tensors = torch.from_numpy(np.ascontiguousarray(fields))
+        return np.stack([self.regridder(field, is_class).numpy() for field in tensors])
 
-    def is_done(self) -> bool:
-        """Return True if the store is complete, and the files of the source are as they were."""
-        attributes = read_attributes(self.target)
-        if not attributes.get("complete") or not (states := self.states()):
-            return False
-        return attributes["states"] == states and attributes["dates"] == len(self.times)
+    def packing(self, name: str) -> Decoding | None:
+        """Return how a variable is packed as float16, None for float32."""
+        attributes = self.group[array_name(name)].attrs
+        if "scale_factor" not in attributes:
+            return None
+        return Decoding(scale=attributes["scale_factor"], offset=attributes["add_offset"])
+
+    def static_fields(self) -> dict[str, np.ndarray]:
+        """Return the constant fields (H, W) of the store. Raises DataError."""
+        fields, request, path = {}, self.request, self.request.static_path
+        with reading(path or self.archive.path):
+            for name in self.static:
+                if path and name in (request.static_variables or ()):
+                    selection = parse_selection(request.select)
+                    fields[name] = read_static_field(path, name, self.grid, selection, request.access)
+                else:
+                    fields[name] = self.fit(self.archive.read_static(name)[None], name)[0]
+        if request.from_config:
+            check_static(fields, path or self.archive.path)
+        return fields
 
     def states(self) -> dict[str, str]:
         """Return the states of the source's files; {} for URLs and analyses in memory."""
         known = (*self.archive.static_variables, *self.archive.variables)
         names, path = [name for name in self.static if name in known], self.request.static_path
-        states = self.archive.array_states([*self.names, *names])
-        if states and path and not is_url(path):
-            states |= {path: repr([file_states(file, "") for file in find_files(path)])}
+        with reading(path or self.archive.path):
+            states = self.archive.array_states([*self.names, *names])
+            if states and path and not is_url(path):
+                states |= {path: repr([file_states(file, "") for file in find_files(path)])}
         return states
 
     def run(self, workers: int = 1, scheduler: str = "") -> None:
         """Write what the store lacks. Raises ConfigError, DataError, RunFailed."""
-        if "options" not in read_attributes(self.target):
+        if not self.request.check_store(self.target, self.names):
             self.create()
         group, key = self.group, self.request.key("SOURCE")
-        check_identity(self.target, self.request, self.names)
         if not Grid(group["latitude"][:], group["longitude"][:]).same_as(self.grid):
             refuse(key, self.archive.path, f"its grid is not that of {str(self.target)!r}; use --grid")
 
@@ -436,107 +463,88 @@ class Conversion:
         shards = [sums.stem.rsplit("-", 1) for sums in (self.target / "sums").glob("*.npz")]
         size = self.group[array_name(self.names[0])].shards[0]
         fix = f"remove {str(self.target)!r} to convert them, or name another {self.request.key('TARGET')}"
+        reason = f"is not what it was when it was converted; {fix}"
         for name in self.names:
             packing, array = self.packing(name), self.group[array_name(name)]
             starts = sorted(int(start) for stem, start in shards if stem == array_name(name))
             rows = np.array([r for a in starts for r in range(a, min(a + size, len(times)))], int)
+            rows = rows[np.isin(times[rows], self.archive.times)]
             fields = {f"{field.path} {field.array}": field for field, _ in self.archive.find(name)}
-            for where in [key for key in fields if key in changed] or ([] if changed else [""]):
-                inside = rows if not where else rows[np.isin(times[rows], np.asarray(fields[where].times))]
-                inside = inside[np.isin(times[inside], self.archive.times)]
-                some = np.union1d(
-                    evenly_spaced(inside, COMPARED_DATES if where else SAMPLED_DATES), inside[-1:]
-                )
-                for row in some.astype(int).tolist():
-                    field = self.fit(self.archive.read(self.archive.index(times[row]), [name]), name)[0]
-                    field = field if packing is None else pack(field, packing)
-                    if not np.array_equal(field, array[row], equal_nan=True):
-                        reason = f"{name} at {times[row]} is not what it was when it was converted"
-                        raise DataError(f"{self.archive.path!r}: {reason}; {fix}")
+            samples = [] if changed else evenly_spaced(rows, SAMPLED_DATES).tolist()
+            for place in fields.keys() & changed:
+                inside = rows[np.isin(times[rows], np.asarray(fields[place].times))]
+                samples += evenly_spaced(inside, COMPARED_DATES).tolist()
+            for row in samples:
+                field = self.read(times[row : row + 1], [name])[0, 0]
+                field = field if packing is None else pack(field, packing)
+                if not np.array_equal(field, array[row], equal_nan=True):
+                    raise DataError(f"{self.archive.path!r}: {name} at {times[row]} {reason}")
         for name, field in self.static_fields().items():
             if not np.array_equal(field, self.group[array_name(name)][:], equal_nan=True):
-                raise DataError(
-                    f"{self.archive.path!r}: {name} is not what it was when it was converted; {fix}"
-                )
-
-    def packing(self, name: str) -> Decoding | None:
-        """Return how a variable is packed as float16, None for float32."""
-        attributes = self.group[array_name(name)].attrs
-        if "scale_factor" not in attributes:
-            return None
-        return Decoding(scale=attributes["scale_factor"], offset=attributes["add_offset"])
-
-    def static_fields(self) -> dict[str, np.ndarray]:
-        """Return the constant fields (H, W) of the store. Raises DataError."""
-        fields, request, path = {}, self.request, self.request.static_path
-        for name in self.static:
-            if path and name in (request.static_variables or ()):
-                where = (self.grid, parse_selection(request.select), request.access)
-                fields[name] = read_static_field(path, name, *where)
-            else:
-                fields[name] = self.fit(self.archive.read_static(name), name)
-        if request.from_config:
-            check_static(fields, path or self.archive.path)
-        return fields
+                raise DataError(f"{self.archive.path!r}: {name} {reason}")
 
     def create(self) -> None:
         """Create a store without values: under another name, so that a kill leaves nothing in TARGET."""
-        dataset = xr.Dataset(attrs={TRAINING_STORE: VERSION, "complete": False, "dates": len(self.times)})
-        since = {"units": "seconds since 1970-01-01", "calendar": "proleptic_gregorian"}
-        dataset["time"] = "time", np.empty(0, np.int64), since | {"standard_name": "time"}
-        for name, unit in (("latitude", "degrees_north"), ("longitude", "degrees_east")):
-            dataset[name] = name, getattr(self.grid, name), {"units": unit, "standard_name": name}
-        dtype = self.request.dtype
-        packings = self.estimate_packings() if dtype == "float16" else {}
-        for name in self.names:
-            attributes = {"variable": name, "units": self.archive.units(name), **packings.get(name, {})}
-            dataset[array_name(name)] = AXES, np.empty((0, *self.grid.shape), dtype), attributes
-        for name, field in self.static_fields().items():
-            dataset[array_name(name)] = AXES[1:], field, {"variable": name, "units": units(name)}
-        size = np.dtype(dtype).itemsize * math.prod(self.grid.shape)
+        new, dtype = self.target.with_name(f".{self.target.name}.new"), np.dtype(self.request.dtype)
+        shape, size = self.grid.shape, dtype.itemsize * math.prod(self.grid.shape)
         dates = max(1, min(SHARD_DATES, SHARD_BYTES // size, PART_BYTES // self.largest_field))
         shard_dates = 1 << (dates.bit_length() - 1)  # a power of two
-        encoding: dict[str, Any] = {}
-        for name, variable in dataset.variables.items():
-            if variable.ndim == 1:
-                encoding[str(name)] = {"chunks": (2**16,)} if name == "time" else {"_FillValue": None}
-                continue
-            shape = variable.shape[-2:]
-            codecs = [
-                BloscCodec(cname="lz4", clevel=5, shuffle="bitshuffle", typesize=variable.dtype.itemsize),
-                Crc32cCodec(),
-            ]
-            sharded = {"chunks": (1, *shape), "shards": (shard_dates, *shape)}
-            chunks = sharded if variable.ndim == 3 else {"chunks": shape}
-            encoding[str(name)] = {**chunks, "compressors": codecs, "fill_value": np.nan, "_FillValue": None}
-        new = self.target.with_name(f".{self.target.name}.new")
-        shutil.rmtree(new, ignore_errors=True)
-        dataset.to_zarr(new, mode="w", zarr_format=3, consolidated=False, encoding=encoding)
-        group: Any = zarr.open_group(new, mode="r+", use_consolidated=False)
-        for name in ("time", *map(array_name, self.names)):
-            group[name].resize((len(self.times), *group[name].shape[1:]))
-        group["time"][:] = self.times.astype(np.int64)
-        options = self.request.identity() | {"variables": self.names}
+        packings = self.estimate_packings() if dtype == np.float16 else {}
         hours = self.request.step_hours or (usual_hours(self.times) if len(self.times) > 1 else 6)
-        about = {"options": options, "states": self.states(), "change_seconds": round(3600 * hours)}
-        group.update_attributes(about)
+        attributes = {
+            TRAINING_STORE: VERSION,
+            "complete": False,
+            "dates": len(self.times),
+            "options": self.request.identity() | {"variables": self.names},
+            "states": self.states(),
+            "change_seconds": round(3600 * hours),
+        }
+        group = zarr.create_group(new, overwrite=True, attributes=attributes)
+        sizes = {"time": len(self.times), "latitude": shape[0], "longitude": shape[1]}
+
+        def add(name: str, dims: Sequence[str], dtype: np.dtype, about: dict[str, Any]) -> zarr.Array:
+            blosc = BloscCodec(cname="lz4", clevel=5, shuffle="bitshuffle", typesize=dtype.itemsize)
+            return group.create_array(
+                name,
+                shape=[sizes[dim] for dim in dims],
+                dtype=dtype,
+                chunks=(2**16,) if len(dims) == 1 else (1, *shape)[-len(dims) :],
+                shards=(shard_dates, *shape) if len(dims) == 3 else None,
+                compressors=[blosc, Crc32cCodec()],
+                fill_value=np.nan if len(dims) > 1 else 0,
+                dimension_names=dims,
+                attributes=about,
+            )
+
+        seconds, calendar = self.times.astype(np.int64), {"calendar": "proleptic_gregorian"}
+        for name, values, about in (
+            ("time", seconds, {"units": "seconds since 1970-01-01"} | calendar),
+            ("latitude", self.grid.latitude, {"units": "degrees_north"}),
+            ("longitude", self.grid.longitude, {"units": "degrees_east"}),
+        ):
+            add(name, [name], values.dtype, about | {"standard_name": name})[:] = values
+        for name in self.names:
+            about = {"variable": name, "units": self.archive.units(name), **packings.get(name, {})}
+            add(array_name(name), AXES, dtype, about)
+        for name, field in self.static_fields().items():
+            about = {"variable": name, "units": units(name)}
+            add(array_name(name), AXES[1:], field.dtype, about)[:] = field
         (new / "sums").mkdir()
         os.replace(new, self.target)
 
     def estimate_packings(self) -> dict[str, dict[str, float]]:
         """Return the scale and offset of each variable, from dates that are evenly spaced."""
         area, packings = area_weights(self.grid.latitude), {}
-        dates = [self.archive.index(time) for time in evenly_spaced(self.times, SAMPLED_DATES)]
+        dates = evenly_spaced(self.times, SAMPLED_DATES)
         for names in self.archive.group_by_array(self.names):
             sums = np.zeros((len(names), 3))
-            for date in dates:
-                fields = zip(names, self.archive.read(date, names), strict=True)
-                sums += [sum_moments(self.fit(field, name), 0.0, area) for name, field in fields]
+            for date in range(len(dates)):
+                sums += sum_moments(self.read(dates[date : date + 1], names)[0], 0.0, area)
             with np.errstate(invalid="ignore"):  # for a variable without any value
                 mean = sums[:, 1] / sums[:, 0]
                 deviation = np.sqrt((sums[:, 2] / sums[:, 0] - mean**2).clip(min=0))
-            for name, *moments in zip(names, mean, deviation, strict=True):
-                packing = choose_packing(*map(float, moments))
+            for name, *moments in zip(names, mean.tolist(), deviation.tolist(), strict=True):
+                packing = choose_packing(*moments)
                 packings[name] = {"scale_factor": packing.scale, "add_offset": packing.offset}
         return packings
 
@@ -544,59 +552,55 @@ class Conversion:
         """Write the missing parts and the moments of all dates, then mark the store as complete."""
         group, count = self.group, len(times)
         shard = group[array_name(self.names[0])].shards[0]
+        together = self.archive.group_by_array(self.names)
+        if "shifts" not in group.attrs:  # moments are taken around the first field, where it has values
+            shifts = {}
+            for names in together:
+                for name, field in zip(names, self.read(times[:1], names)[0], strict=True):
+                    if packing := self.packing(name):
+                        field = packing.decode(pack(field, packing)).astype(np.float32)
+                    valid = np.isfinite(field)[None]
+                    total = np.where(valid, field, 0).sum(axis=(1, 2), dtype=np.float64)
+                    shifts[name] = float(total[0] / max(valid.sum(), 1))
+            group.update_attributes({"shifts": shifts})
+
         # The variables that the source stores together, as many as fit into memory.
         most = max(1, PART_BYTES // (shard * self.largest_field))
-        together = self.archive.group_by_array(self.names)
         groups = [names[i : i + most] for names in together for i in range(0, len(names), most)]
-        parts: list[Part] = [
-            (a, min(a + shard, count), names) for a in range(0, count, shard) for names in groups
-        ]
-        pending = [p for p in parts if not all(sums_file(self.target, name, p[0]).exists() for name in p[2])]
-        # Moments are taken around the first field of each variable, where it has values.
-        shifts = {}
-        for names in together:
-            fields = (
-                self.archive.read(self.archive.index(times[0]), names)
-                if times[0] in self.archive.times
-                else []
-            )
-            for name, field in zip(names, fields, strict=False):
-                packing, field = self.packing(name), self.fit(field, name)
-                field = field if packing is None else packing.decode(pack(field, packing)).astype(np.float32)
-                shifts[name] = first_shift(field)
-        shifts = dict(group.attrs.get("shifts", {})) or shifts
-        group.update_attributes({"shifts": shifts})
-        run_parts([delayed(self.write_part)(part) for part in pending], workers, scheduler)
+        tasks = []
+        for first in range(0, count, shard):
+            for names in groups:
+                if not all(sums_file(self.target, name, first).exists() for name in names):
+                    tasks.append(delayed(self.write_part)((first, min(first + shard, count), names)))
+        run_parts(tasks, workers, scheduler)
 
         moments = np.empty((count, len(self.names), NUM_COLUMNS))
         for v, name in enumerate(self.names):
             for first in range(0, count, shard):
                 with np.load(sums_file(self.target, name, first)) as stored:
                     moments[first : first + shard, v] = stored["rows"]
-        array = group.create_array(
+        about = {
+            "variables": self.names,
+            "shifts": [group.attrs["shifts"][name] for name in self.names],
+            "change_hours": group.attrs["change_seconds"] / 3600,
+            "columns": "missing infinite implausible weight first second change_weight change_first "
+            "change_second: cells, and area-weighted sums around the shift",
+        }
+        group.create_array(
             "moments",
-            shape=moments.shape,
-            dtype="float64",
+            data=moments,
             chunks=(min(count, 4096), *moments.shape[1:]),
             dimension_names=("time", "variable", "column"),
+            attributes=about,
             overwrite=True,
-        )
-        array[:] = moments
-        hours = group.attrs["change_seconds"] / 3600
-        array.attrs.update(
-            {
-                "variables": self.names,
-                "shifts": [shifts[name] for name in self.names],
-                "change_hours": hours,
-                "columns": "missing infinite implausible weight first second change_weight change_first "
-                "change_second: cells, and area-weighted sums around the shift",
-            }
         )
         group.update_attributes({"complete": True})
         zarr.consolidate_metadata(group.store)
 
-    def write_part(self, part: Part) -> None:
-        """Read, check and write a part, and its moments and sums. Raises DataError."""
+    def write_part(self, part: tuple[int, int, list[str]]) -> None:
+        """Read, check and write the dates [start, stop) of some variables, at most a shard of each, and their
+        moments and sums. Raises DataError.
+        """
         start, stop, names = part
         group, area = self.group, area_weights(self.grid.latitude)
         all_times = group["time"][:].astype("datetime64[s]")
@@ -604,47 +608,32 @@ class Conversion:
         # With the dates before the part that lie a step before one of its dates.
         earlier = np.flatnonzero(np.isin(all_times[:start], times - step))
         rows = np.append(earlier, np.arange(start, stop))
-        is_there = np.isin(all_times[rows], self.archive.times)
-        lost = np.flatnonzero(~is_there)  # dates that the source had, and the store has
-        places = np.searchsorted(self.archive.times, all_times[rows[is_there]])
-        blocks = (
-            self.archive.read_block(int(run[0]), int(run[-1]) + 1, names) for run in consecutive(places)
-        )
-        values = np.full((len(rows), len(names), *self.archive.grid.shape), np.nan, np.float32)
-        values[is_there] = np.concatenate(list(blocks))
-        position = {time: i for i, time in enumerate(all_times[rows].tolist())}
-        pairs = [(i, position.get((time - step).tolist(), -1)) for i, time in enumerate(times, len(earlier))]
-        now, before = np.array([pair for pair in pairs if pair[1] >= 0], int).reshape(-1, 2).T
+        values = self.read(all_times[rows], names)  # (n, V, H, W)
+        lost = np.flatnonzero(~np.isin(all_times[rows], self.archive.times))  # which the store has
+        _, now, before = np.intersect1d(times, all_times[rows] + step, return_indices=True)
         for v, name in enumerate(names):
-            array, packing, fields = group[array_name(name)], self.packing(name), self.fit(values[:, v], name)
-            shift, columns = group.attrs["shifts"][name], np.zeros((stop - start, NUM_COLUMNS))
+            array, packing, fields = group[array_name(name)], self.packing(name), values[:, v]
             stored = fields if packing is None else pack(fields, packing)
             for i in lost.tolist():
                 stored[i] = array[int(rows[i])]
             if packing is not None:
-                for time, field in zip(times, fields[len(earlier) :], strict=True):
-                    check_packing(field, packing, f"{name} at {time}")
+                for date, field in zip(times, fields[len(earlier) :], strict=True):
+                    check_packing(field, packing, f"{name} at {date}")
                 fields = packing.decode(stored).astype(np.float32)
-            ours = fields[len(earlier) :]
+            ours, columns = fields[len(earlier) :], np.zeros((stop - start, NUM_COLUMNS))
+            shift = group.attrs["shifts"][name]
             total, count = np.zeros(self.grid.shape), np.zeros(self.grid.shape, np.int32)
             slab = max(1, 2**24 // math.prod(self.grid.shape))  # fields at once: float64 takes memory
             for a in range(0, len(ours), slab):
-                block, about = ours[a : a + slab], (name, shift, area, times[a : a + slab], self.archive.path)
-                columns[a : a + slab, : STATE.stop] = state_moments(block, *about)
+                block, dates = ours[a : a + slab], times[a : a + slab]
+                moments = state_moments(block, name, shift, area, dates, self.archive.path)
+                columns[a : a + slab, : STATE.stop] = moments
                 valid = np.isfinite(block)
                 total += np.where(valid, block, 0).sum(axis=0, dtype=np.float64)
                 count += valid.sum(axis=0, dtype=np.int32)
             for a in range(0, len(now), slab):
-                change = np.subtract(
-                    fields[now[a : a + slab]], fields[before[a : a + slab]], dtype=np.float64
-                )
-                valid = np.isfinite(change)
-                change[~valid] = 0
-                by_row = valid.sum(axis=2), change.sum(axis=2), np.einsum("nhw,nhw->nh", change, change)
-                target = columns[now[a : a + slab] - len(earlier)]
-                for column, sums in zip(range(CHANGE.start, CHANGE.stop), by_row, strict=True):
-                    target[:, column] = [area @ row for row in sums]
-                columns[now[a : a + slab] - len(earlier)] = target
+                later = now[a : a + slab]
+                columns[later, CHANGE] = sum_moments(ours[later], fields[before[a : a + slab]], area)
             shard = array.shards[0]
             key = array.metadata.encode_chunk_key((start // shard, 0, 0))
             write_shard(self.target / array_name(name) / key, stored[len(earlier) :], shard)
@@ -656,23 +645,33 @@ class Conversion:
 
 
 def run_parts(tasks: Sequence[Any], workers: int, scheduler: str) -> None:
-    """Run tasks of dask: in this process, in workers, or on a cluster.
+    """Run tasks of dask: in this process, in workers, or on a cluster of dask.distributed.
 
     Raises what a task raises, RunFailed if a worker is lost, ConfigError if no scheduler answers.
     """
     # Processes, not threads: HDF5 has one lock per process, and packing needs Python's lock.
     kind = None if scheduler else "processes" if workers > 1 else "synchronous"
     ending: Any = {"multiprocessing.initializer": partial(_end_with, os.getpid())}
-    try:
-        with ExitStack() as stack:
-            if scheduler:
-                stack.enter_context(connect(scheduler))  # dask's scheduler from here on
-            stack.enter_context(dask_config.set(ending))
-            stack.enter_context(TqdmCallback(desc="conversion", unit="task", disable=None))
+    with ExitStack() as stack:
+        if scheduler:
+            try:
+                import distributed  # type: ignore[reportMissingImports]  # an extra
+
+                # dask's scheduler from here on
+                stack.enter_context(distributed.Client(scheduler, timeout=20))
+            except ImportError:
+                fix = 'needs the package distributed: pip install -e ".[distributed]"'
+                refuse("--scheduler", scheduler, fix)
+            except (OSError, ValueError) as error:
+                reason = f"no scheduler answers ({describe_error(error)}); start one"
+                refuse("--scheduler", scheduler, reason)
+        stack.enter_context(dask_config.set(ending))
+        stack.enter_context(TqdmCallback(desc="conversion", unit="task", disable=None))
+        try:
             dask.base.compute(*tasks, scheduler=kind, num_workers=workers, chunksize=1)
-    except BrokenProcessPool:
-        reason = "a worker was killed, perhaps because memory ran out: use fewer --workers"
-        raise RunFailed(f"{reason}; the same command continues") from None
+        except BrokenProcessPool:
+            reason = "a worker was killed, perhaps because memory ran out: use fewer --workers"
+            raise RunFailed(f"{reason}; the same command continues") from None
 
 
 def _end_with(parent: int) -> None:
@@ -683,35 +682,23 @@ def _end_with(parent: int) -> None:
         os._exit(1)
 
 
-def connect(address: str) -> Any:
-    """Return a client of dask.distributed. Raises ConfigError."""
-    try:
-        import distributed  # type: ignore[reportMissingImports]  # an extra
-
-        return distributed.Client(address, timeout=20)
-    except ImportError:
-        refuse("--scheduler", address, 'needs the package distributed: pip install -e ".[distributed]"')
-    except (OSError, ValueError) as error:
-        refuse("--scheduler", address, f"no scheduler answers ({describe_error(error)}); start one")
-
-
 # -- the first start of a run
 
 
-def convert_for(data: Data, target: Path, source: Archive) -> None:
-    """Convert what a configuration reads, unless the store is complete and the source is as it was.
+def convert_for(data: Data, source: Archive) -> None:
+    """Convert what a configuration reads of its source, unless the store is complete and the source is as it
+    was.
 
     Raises ConfigError, DataError, RunFailed.
     """
-    request = Request.of(data)
-    check_target(target, request)
+    request, target = Request.of(data), store_of(data)
     conversion = Conversion(request, target, source)
-    if read_attributes(target):
-        check_identity(target, request, conversion.names)
-    if conversion.is_done():
-        return
+    attributes = request.check_store(target, conversion.names)
+    is_new = not attributes.get("complete")
+    if not is_new and (states := conversion.states()):
+        if attributes["states"] == states and attributes["dates"] == len(conversion.times):
+            return
     size, shape = conversion.num_bytes, f"{len(conversion.times)} dates of {len(conversion.names)} variables"
-    is_new = not read_attributes(target).get("complete")
     if is_new:
         check_first_start(data, size)
     with lock(target, request):
@@ -729,27 +716,102 @@ def check_first_start(data: Data, size: int = 0) -> None:
     much.
     """
     command = module_command("datasets.convert", "--job.config_file", "FILE")
-    reason = "convert it first, with the configuration and options of this run: " + command
+    fix = "convert it first, with the configuration and options of this run: " + command
     if int(os.environ.get("NNODES", "1")) > 1 or int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        refuse(
-            "data.path", data.path, f"it is no training store, and several processes have started; {reason}"
-        )
+        reason = f"it is no training store, and several processes have started; {fix}"
+        refuse("data.path", data.path, reason)
     if size > LARGEST_FIRST_START:
-        refuse("data.path", data.path, f"it is no training store, and has {size / 2**30:.0f} GiB; {reason}")
+        refuse("data.path", data.path, f"it is no training store, and has {size / 2**30:.0f} GiB; {fix}")
+
+
+def write_simulated(target: Path) -> None:
+    """Write simulated weather as a training store, unless it is there. Safe for concurrent processes.
+
+    Replaces a record of other parameters. Raises ConfigError if there is something else.
+    """
+    from datasets import simulated  # torch takes seconds
+
+    numbers = [simulated.VERSION, simulated.NUM_YEARS, simulated.NUM_DAYS, asdict(simulated.DEFAULTS)]
+    digest = hashlib.sha256(json.dumps(numbers).encode()).hexdigest()[:16]
+    request = Request((f"{SIMULATED_SOURCE}-{digest}",), dtype="float32", step_hours=6, from_config=True)
+
+    def is_written() -> bool:
+        attributes = read_attributes(target)
+        known = attributes.get("options", {}).get("source", [""])
+        if target.exists() and not known[0].startswith(SIMULATED_SOURCE):
+            refuse("data.path", SIMULATED, f"{str(target)!r} is not simulated data; remove it")
+        is_same = known == list(request.source) and attributes[TRAINING_STORE] == VERSION
+        return is_same and attributes["complete"]
+
+    if is_written():  # also on a disk that is only read
+        return
+    with lock(target, request):
+        if not is_written():
+            begin = time.perf_counter()
+            dataset = simulated.simulate(simulated.NUM_YEARS, simulated.NUM_DAYS, 0, simulated.DEFAULTS)
+            shutil.rmtree(target, ignore_errors=True)
+            Conversion(request, target, archive_of_dataset(request.source[0], dataset)).run()
+            seconds = time.perf_counter() - begin
+            logger.info("simulated %d years in %.1f s: %s", simulated.NUM_YEARS, seconds, target)
+
+
+# -- the command
 
 
 def main(argv: list[str]) -> int:
     """Convert; return the exit code. Raises ConfigError, DataError, RunFailed."""
-    request, options = parse(argv)
-    if is_url(options.target):
-        refuse("TARGET", options.target, "a local folder expected; upload the store when it is complete")
-    target = Path(options.target)
-    check_target(target, request)
-    conversion = Conversion(request, target)
+    if any(word.split("=")[0] == "--job.config_file" for word in argv):
+        data = start(argv, __doc__, lambda config: check_data(config.data)).data
+        request, archive, target = Request.of(data), open_source(data), store_of(data)
+        options = Namespace(workers=os.cpu_count() or 1, scheduler="")
+    else:
+        parser = OneLineParser("datasets.convert", __doc__)
+        add = parser.add_argument
+        add("source", metavar="SOURCE", help="file, folder, glob or URL, as data.path")
+        add("target", metavar="TARGET", help="local folder, new or to be continued")
+        add("--variables", nargs="+", default=[], metavar="NAME", help="default: all")
+        add("--levels", nargs="+", type=int, default=[], metavar="HPA", help="of variables without a level")
+        add("--period", nargs=2, default=[], metavar=("FIRST", "LAST"), help="dates, both included")
+        add("--region", nargs=4, type=float, default=[], metavar=("NORTH", "WEST", "SOUTH", "EAST"))
+        add("--grid", default="", metavar="HxW", help="regrid: 121x240 has rows on the poles, 32x64 has none")
+        add("--dtype", choices=("float16", "float32"), default="float16", help="default: float16")
+        add("--workers", type=int, default=1, metavar="N", help="processes of this machine")
+        add(
+            "--scheduler",
+            default="",
+            metavar="tcp://HOST:PORT",
+            help="of dask.distributed, instead of workers",
+        )
+        add("--select", nargs="+", default=[], metavar="DIM=LABEL", help="as data.select")
+        add("--storage_options", nargs="+", default=[], metavar="NAME=VALUE", help="as data.storage_options")
+        options = parser.parse_args(argv)
+        check_region("--region", options.region)
+        parse_storage_options(options.storage_options)
+        if options.workers < 1:
+            refuse("--workers", options.workers, "one or more processes expected")
+        if is_url(options.target):
+            reason = "a local folder expected; upload the store when it is complete"
+            refuse("TARGET", options.target, reason)
+        request = Request(
+            source=(options.source,),
+            variables=tuple(options.variables),
+            levels=tuple(options.levels),
+            period=(tuple(options.period),) if options.period else (),
+            region=tuple(options.region),
+            select=tuple(options.select),
+            access=Access(tuple(options.storage_options), protocol_of(options.source)),
+            grid=options.grid,
+            dtype=options.dtype,
+        )
+        target = Path(options.target)
+        request.check_store(target)
+        archive = request.open()
+    conversion = Conversion(request, target, archive)
+    archive.check(conversion.names)
     with lock(target, request):
         conversion.run(options.workers, options.scheduler)
     dates = conversion.group["time"].shape[0]
-    print(f"{options.target}: complete, {dates} dates of {len(conversion.names)} variables")
+    print(f"{target}: complete, {dates} dates of {len(conversion.names)} variables")
     return 0
 
 

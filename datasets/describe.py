@@ -16,7 +16,7 @@ import json
 import os
 import sys
 from argparse import Namespace
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -28,9 +28,9 @@ from datasets.archive import Archive, read_all_fields
 from datasets.dates import consecutive, evenly_spaced, find_gaps, usual_hours
 from datasets.grid import latitude_bounds
 from datasets.options import check_selection, parse_selection, parse_storage_options
-from datasets.plausibility import count_implausible, implausible_kinds, undeclared_fill
+from datasets.plausibility import implausible_kinds, undeclared_fill
 from datasets.remote import Access, is_url, protocol_of
-from datasets.variables import OFTEN_ZERO, group_levels, join_name, known_name
+from datasets.variables import OFTEN_ZERO, group_levels, join_name, known_name, usual_range
 
 SAMPLED_DATES = 24
 MOST_RANGES = 10  # of dates in a row of the table
@@ -47,93 +47,53 @@ class Finding(NamedTuple):
     count: int = 1
 
 
-def parse(argv: list[str]) -> Namespace:
-    """Return the options of the command line. Raises ConfigError."""
-    parser = OneLineParser("datasets.describe", __doc__)
-    parser.add_argument("source", metavar="SOURCE", help="what data.path takes: file, folder, glob or URL")
-    parser.add_argument("--select", nargs="+", default=[], metavar="DIM=LABEL", help="as data.select")
-    parser.add_argument(
-        "--storage_options", nargs="+", default=[], metavar="NAME=VALUE", help="as data.storage_options"
-    )
-    parser.add_argument("--all", action="store_true", help="look at the values of every date")
-    return parser.parse_args(argv)
-
-
 def main(argv: list[str]) -> int:
     """Print the description; return 1 if there are problems. Raises ConfigError, DataError."""
-    options = parse(argv)
+    parser = OneLineParser("datasets.describe", __doc__)
+    add = parser.add_argument
+    add("source", metavar="SOURCE", help="what data.path takes: file, folder, glob or URL")
+    add("--select", nargs="+", default=[], metavar="DIM=LABEL", help="as data.select")
+    add("--storage_options", nargs="+", default=[], metavar="NAME=VALUE", help="as data.storage_options")
+    add("--all", action="store_true", help="look at the values of every date")
+    options = parser.parse_args(argv)
     selection, left_out = parse_selection(options.select), dict[str, str]()
     parse_storage_options(options.storage_options)
     access = Access(tuple(options.storage_options), protocol_of(options.source))
     archive = Archive(options.source, *read_all_fields(options.source, selection, access, left_out))
     check_selection(selection, archive.extra_dimensions, options.source)
-    findings = [Finding(reason, name) for name, reason in (left_out | archive.unreadable).items()]
-    findings += [*find_odd_names(archive), *find_missing_dates(archive)]
-    findings += find_differences(archive, options.all)
-    dates = evenly_spaced(np.arange(len(archive.times)), 0 if options.all else SAMPLED_DATES)
+    grid, times = archive.grid, archive.times
+    dates = evenly_spaced(np.arange(len(times)), 0 if options.all else SAMPLED_DATES)
     odd_values, missing = find_odd_values(archive, dates)
-    findings += odd_values
-    table = pd.DataFrame(list(dict.fromkeys(findings)), columns=Finding._fields)
-    checked = f"values of {len(dates)} of {len(archive.times)} dates"
-    print(f"{without_secrets(options.source)}\n\n{variables_table(archive, missing)}\n\n{summary(archive)}\n")
-    found = f"{table.to_string(index=False, justify='left')}\n{checked}: {len(table)} problems\n"
-    print(found if findings else f"{checked}: nothing found\n")
-    print(data_section(archive, options))
-    return int(bool(findings))
+    findings = [Finding(reason, name) for name, reason in (left_out | archive.unreadable).items()]
+    findings += [*find_odd_arrays(archive, options.all), *odd_values]
 
-
-def variables_table(archive: Archive, missing: Mapping[str, float]) -> str:
-    """Return a row for each variable: levels, units, type, and the share of cells without a value.
-
-    missing: that share by name, on the dates that were looked at; the largest of the levels is shown.
-    """
+    # A row for each variable; of its levels the largest share of cells without a value.
     rows = []
     for base, levels in group_levels(archive.variables).items():
         names = [join_name(base, level) for level in levels]
-        raw, text = archive.find(names[0])[0][0].raw, archive.units(names[0])
-        # Of files without units, what is read is assumed to be in ours.
-        unit = text if not text or "units" in getattr(raw, "attrs", {}) else f"{text} (assumed)"
+        raw, unit = archive.find(names[0])[0][0].raw, archive.units(names[0])
+        if unit and "units" not in getattr(raw, "attrs", {}):  # what is read is assumed to be in ours
+            unit += " (assumed)"
         share = max(missing.get(name, 0) for name in names)
-        numbers = " ".join(str(level) for level in sorted(filter(None, levels))) or "-"
-        rows.append((base, numbers, unit or "-", str(raw.dtype), f"{100 * share:.1f} %" if share else "-"))
-    table = pd.DataFrame(rows, columns=["variable", "levels", "units", "type", "missing"])
-    return table.to_string(index=False, justify="left")
-
-
-def summary(archive: Archive) -> str:
-    """Return lines about grid and period."""
-    grid, times = archive.grid, archive.times
+        numbers = " ".join(str(level) for level in sorted(filter(None, levels)))
+        rows.append(
+            (base, numbers or "-", unit or "-", str(raw.dtype), f"{100 * share:.1f} %" if share else "-")
+        )
+    variables = pd.DataFrame(rows, columns=["variable", "levels", "units", "type", "missing"])
     spans = [f"{values[0]:g} to {values[-1]:g}" for values in (grid.latitude, grid.longitude)]
-    whole = grid.periodic and np.abs(latitude_bounds(grid.latitude)[[0, -1]]).min() > 90 - 1e-6
-    extent = f"latitude {spans[0]}, longitude {spans[1]}: {'the globe' if whole else 'a region'}"
-    period = f"{len(times)} dates, {times[0]} to {times[-1]}, {usual_hours(times):g} hours apart"
-    return f"grid        {grid.shape[0]} x {grid.shape[1]} points, {extent}\nperiod      {period}"
-
-
-# -- problems
-
-
-def find_odd_names(archive: Archive) -> Iterator[Finding]:
-    """Yield findings for unknown names that are like a known one, and for names with and without a level."""
-    for name in [*archive.variables, *archive.static_variables]:
-        if known := known_name(name):
-            yield Finding(f"an unknown name; the nearest known one is {known}", name)
-    for name, levels in group_levels(archive.variables).items():
-        if None in levels and len(levels) > 1:
-            yield Finding("with and without a level, of which a run takes one", name)
-
-
-def find_missing_dates(archive: Archive) -> Iterator[Finding]:
-    """Yield findings for dates that are missing in all variables, and in some."""
-    gaps = find_gaps(archive.times)
-    if len(gaps):
-        ranges = describe_dates(gaps, np.union1d(gaps, archive.times))
-        yield Finding("dates missing", archive.path, ranges, len(gaps))
-    for name in archive.variables:
-        absent = archive.times[~archive.has([name])]
-        if len(absent):
-            ranges = describe_dates(absent, archive.times)
-            yield Finding("dates missing that other variables have", name, ranges, len(absent))
+    is_global = grid.periodic and np.abs(latitude_bounds(grid.latitude)[[0, -1]]).min() > 90 - 1e-6
+    extent = f"latitude {spans[0]}, longitude {spans[1]}: {'the globe' if is_global else 'a region'}"
+    problems = pd.DataFrame(list(dict.fromkeys(findings)), columns=Finding._fields)
+    checked = f"values of {len(dates)} of {len(times)} dates"
+    print(f"{without_secrets(options.source)}\n\n{variables.to_string(index=False, justify='left')}\n")
+    print(f"grid        {grid.shape[0]} x {grid.shape[1]} points, {extent}")
+    print(f"period      {len(times)} dates, {times[0]} to {times[-1]}, {usual_hours(times):g} hours apart\n")
+    if findings:
+        print(f"{problems.to_string(index=False, justify='left')}\n{checked}: {len(problems)} problems\n")
+    else:
+        print(f"{checked}: nothing found\n")
+    print(data_section(archive, options))
+    return int(bool(findings))
 
 
 def describe_dates(dates: np.ndarray, axis: np.ndarray) -> str:
@@ -144,8 +104,23 @@ def describe_dates(dates: np.ndarray, axis: np.ndarray) -> str:
     return ", ".join(texts) + more
 
 
-def find_differences(archive: Archive, every_date: bool) -> Iterator[Finding]:
-    """Yield findings for files that differ in units or values, and for constant static fields."""
+def find_odd_arrays(archive: Archive, every_date: bool) -> Iterator[Finding]:
+    """Yield findings for names, dates and units, for files that differ, and for constant static fields."""
+    for name in [*archive.variables, *archive.static_variables]:
+        if known := known_name(name):
+            yield Finding(f"an unknown name; the nearest known one is {known}", name)
+    for name, levels in group_levels(archive.variables).items():
+        if None in levels and len(levels) > 1:
+            yield Finding("with and without a level, of which a run takes one", name)
+    gaps = find_gaps(archive.times)
+    if len(gaps):
+        ranges = describe_dates(gaps, np.union1d(gaps, archive.times))
+        yield Finding("dates missing", archive.path, ranges, len(gaps))
+    for name in archive.variables:
+        absent = archive.times[~archive.has([name])]
+        if len(absent):
+            ranges = describe_dates(absent, archive.times)
+            yield Finding("dates missing that other variables have", name, ranges, len(absent))
     for name in archive.variables:
         try:
             archive.check([name], every_date)
@@ -204,18 +179,26 @@ def find_problems(values: np.ndarray, name: str) -> Iterator[str]:
         yield "no value at all"
     elif finite.min() == finite.max() and name.partition(":")[0] not in OFTEN_ZERO:
         yield "one value everywhere"
-    for kind, count in zip(implausible_kinds(name), count_implausible(values, finite, name), strict=True):
+    low, high = usual_range(name)
+    counts = np.isinf(values).sum(), ((finite < low) | (finite > high)).sum()
+    for kind, count in zip(implausible_kinds(name), counts, strict=True):
         if count:
             yield f"values {kind}"
 
 
-# -- the section
-
-
 def data_section(archive: Archive, options: Namespace) -> str:
     """Return the TOML of a [data] and a [validation] section that train below any shipped configuration."""
-    train, validation = split_periods(archive.times)
-    step, path = max(1, round(usual_hours(archive.times))), options.source
+    # The last part of the dates validates.
+    times = archive.times
+    first = times[int(len(times) * (1 - HELD_OUT))]
+    first = max(times[min(2, len(times) - 1)], min(first, times[-1] - LONGEST_LEAD))
+    first = first if len(times) < 20 else first.astype("datetime64[D]").astype("datetime64[s]")
+    before = times[times < first]
+    train, validation = (
+        [str(begin).removesuffix("T00:00:00"), str(end)]
+        for begin, end in ((before[0], before[-1]), (first, times[-1]))
+    )
+    step, path = max(1, round(usual_hours(times))), options.source
     lists = {key: getattr(options, key) for key in ("select", "storage_options")}
     on_levels = {name.partition(":")[0] for name in archive.variables if ":" in name}
     section: dict[str, Any] = {
@@ -231,21 +214,9 @@ def data_section(archive: Archive, options: Namespace) -> str:
     }
     # Texts, numbers and lists are the same in TOML and JSON; tomli_w gives each level a line of its own.
     lines = [f"{key} = {json.dumps(value, ensure_ascii=False)}" for key, value in section.items()]
-    (first, last), usual = map(np.datetime64, validation), Validation().lead_hours
-    longest = (last - first) / np.timedelta64(1, "h")
-    leads = [hours for hours in usual if hours % step == 0 and hours <= longest] or [step]
+    longest = (times[-1] - np.datetime64(validation[0])) / np.timedelta64(1, "h")
+    leads = [h for h in Validation().lead_hours if h % step == 0 and h <= longest] or [step]
     return without_secrets("\n".join(["[data]", *lines, "", "[validation]", f"lead_hours = {leads}"]))
-
-
-def split_periods(times: np.ndarray) -> tuple[list[str], list[str]]:
-    """Return training and validation period: the last part of the dates validates."""
-    first = times[int(len(times) * (1 - HELD_OUT))]
-    first = max(times[min(2, len(times) - 1)], min(first, times[-1] - LONGEST_LEAD))
-    first = first if len(times) < 20 else first.astype("datetime64[D]").astype("datetime64[s]")
-    before = times[times < first]
-    periods = (before[0], before[-1]), (first, times[-1])
-    train, validation = ([str(start).removesuffix("T00:00:00"), str(end)] for start, end in periods)
-    return train, validation
 
 
 if __name__ == "__main__":

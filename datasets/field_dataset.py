@@ -9,7 +9,10 @@ W longitudes.
 """
 
 import logging
+import weakref
+from collections import deque
 from collections.abc import Sequence
+from contextlib import suppress
 from copy import copy
 from typing import Self
 
@@ -42,11 +45,7 @@ class FieldDataset(Dataset):
     """
 
     def __init__(
-        self,
-        archive: Archive,
-        variables: Sequence[str],
-        samples: np.ndarray,
-        history: int = 1,
+        self, archive: Archive, variables: Sequence[str], samples: np.ndarray, history: int = 1
     ) -> None:
         """samples (n, K): indices of dates, the first `history` of which are the window."""
         self.archive, self.variables, self.samples, self.history = archive, list(variables), samples, history
@@ -55,16 +54,38 @@ class FieldDataset(Dataset):
         self.dtype = np.dtype("float16" if packing else "float32")
         columns = [torch.from_numpy(numbers).view(-1, 1, 1) for numbers in packing or ()]
         self.scale, self.offset = columns or (None, None)  # (V, 1, 1) float32
+        self.free: deque[np.ndarray] = deque()  # memory of batches that nothing uses any more
 
     def __len__(self) -> int:
         return len(self.samples)
 
     def __getitems__(self, indices: Sequence[int]) -> tuple[Tensor, Tensor]:
         """Return physical fields (B, K, V, H, W), NaN where missing, and first dates (B,), in seconds."""
+        fields, times = self.read(indices)
+        return self.unpack(fields), times
+
+    def read(self, indices: Sequence[int], pin: bool = False) -> tuple[Tensor, Tensor]:
+        """Return fields (B, K, V, H, W) as stored, and first dates (B,), seconds since 1970.
+
+        Threads may call it at once. Memory returns to `free` when no tensor or view uses it: new memory for
+        each batch would cost as much in page faults as decoding it.
+        """
         dates = self.samples[list(indices)]
-        batch = np.empty((*dates.shape, *self.field_shape), self.dtype)
-        self.fill(dates, batch)
-        return self.unpack(torch.from_numpy(batch)), self.seconds(dates)
+        shape = (*dates.shape, *self.field_shape)
+        if pin:  # torch reuses pinned memory itself, after copies from it have ended
+            fields = torch.empty(shape, dtype=getattr(torch, self.dtype.name), pin_memory=True)
+        else:
+            memory = None
+            with suppress(IndexError):
+                memory = self.free.pop()
+            if memory is None or len(memory) < shape[0]:
+                memory = np.empty(shape, self.dtype)  # of huge pages
+            owner = memory[: shape[0]]  # referenced by the storage of the tensor
+            weakref.finalize(owner, self.free.append, memory).atexit = False
+            fields = torch.from_numpy(owner)
+        self.fill(dates, fields.numpy())
+        times = self.archive.times[dates[:, 0]].astype("datetime64[s]").astype(np.int64)
+        return fields, torch.from_numpy(times)
 
     def fill(self, dates: np.ndarray, batch: np.ndarray) -> None:
         """Fill `batch` (B, K, V, H, W) with fields as stored of dates (B, K); NaN for a date of -1.
@@ -81,10 +102,6 @@ class FieldDataset(Dataset):
             else:
                 self.archive.fill(date, self.variables, place)
                 first[date] = place
-        self.drop_incomplete(batch)
-
-    def drop_incomplete(self, batch: np.ndarray) -> None:
-        """Set the states after a window without any value of a variable to NaN; fields (B, K, V, H, W)."""
         for sample in batch:
             window = sample[: self.history]
             some = np.argwhere(np.isnan(window[..., 0, 0]))  # of most fields the first cell has a value
@@ -94,12 +111,8 @@ class FieldDataset(Dataset):
     def with_dates(self, samples: np.ndarray) -> Self:
         """Return a dataset of other samples (n, K) of the same archive."""
         other = copy(self)
-        other.samples = samples
+        other.samples, other.free = samples, deque()
         return other
-
-    def seconds(self, dates: np.ndarray) -> Tensor:
-        """Return (B,) seconds since 1970 of the first of each row of `dates` (B, K)."""
-        return torch.from_numpy(self.archive.times[dates[:, 0]].astype("datetime64[s]").astype(np.int64))
 
     def unpack(self, fields: Tensor) -> Tensor:
         """Return physical values, float32, of (..., V, H, W) of the stored type, on the same device."""

@@ -78,8 +78,8 @@ class Grid:
         width = 360.0 if east - west >= 360 else (east - west) % 360
         columns = np.flatnonzero(offset <= width + 1e-6)
         if len(rows) < 2 or len(columns) < 2:
-            found = f"{len(rows)} x {len(columns)} points of the grid are in it"
-            raise ConfigError(f"{key} = {list(region)}: {found}; two of each are needed")
+            count = f"{len(rows)} x {len(columns)} points of the grid are in it"
+            raise ConfigError(f"{key} = {list(region)}: {count}; two of each are needed")
         columns = columns[np.argsort(offset[columns], kind="stable")]
         longitude = self.longitude[columns]
         longitude = longitude + 360 * np.round((west + offset[columns] - longitude) / 360)
@@ -99,9 +99,9 @@ def coarser(one: Grid, other: Grid) -> Grid:
     return other if cell(other) > cell(one) * (1 + 1e-6) else one
 
 
-def global_grid(shape: tuple[int, int]) -> Grid:
-    """Return a global grid of (H, W) cells of one size, without rows on the poles."""
-    (rows, columns), half = shape, 90 / shape[0]
+def global_grid(shape: tuple[int, int], poles: bool = False) -> Grid:
+    """Return a global grid of (H, W) cells of one size; with `poles` the outer rows are on the poles."""
+    (rows, columns), half = shape, 0 if poles else 90 / shape[0]
     return Grid(np.linspace(90 - half, half - 90, rows), np.arange(columns) * 360 / columns)
 
 
@@ -143,16 +143,17 @@ def area_weights(latitude: np.ndarray) -> np.ndarray:
     return areas / areas.mean()
 
 
-def sum_moments(values: np.ndarray, reference: np.ndarray | float, area: np.ndarray) -> list[float]:
-    """Return weight, first and second moment of values - reference (H, W), over the cells that have one.
+def sum_moments(fields: np.ndarray, reference: np.ndarray | float, area: np.ndarray) -> np.ndarray:
+    """Return weight, first and second moment (n, 3) of fields - reference (n, H, W), each over its values.
 
     area: weights of the rows (H,).
     """
-    anomaly = np.subtract(values, reference, dtype=np.float64)
+    anomaly = np.subtract(fields, reference, dtype=np.float64)
     valid = np.isfinite(anomaly)
     anomaly[~valid] = 0
-    by_row = valid.sum(axis=1), anomaly.sum(axis=1), np.einsum("hw,hw->h", anomaly, anomaly)
-    return [float(area @ sums) for sums in by_row]
+    by_row = valid.sum(axis=2), anomaly.sum(axis=2), np.einsum("nhw,nhw->nh", anomaly, anomaly)
+    # Row by row, so that the sums of a field do not depend on the fields next to it.
+    return np.array([[area @ row for row in sums] for sums in by_row]).reshape(3, -1).T
 
 
 def longitude_bounds(longitude: np.ndarray) -> np.ndarray:

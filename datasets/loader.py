@@ -1,15 +1,8 @@
-"""Samplers, which are pure functions of (seed, sample), and loaders of batches.
+"""Samplers, which are pure functions of (seed, sample), and loaders of batches."""
 
-Shapes: B batch, K dates of a sample, V variables, H latitudes, W longitudes.
-"""
+from collections.abc import Iterator
+from functools import partial
 
-import weakref
-from collections import deque
-from collections.abc import Iterator, Sequence
-from contextlib import suppress
-from typing import Any
-
-import numpy as np
 import torch
 from torch import Tensor
 from torch.profiler import record_function
@@ -66,8 +59,7 @@ class EvaluationSampler(Sampler[list[int]]):
 
     def __init__(self, num_samples: int, local_batch_size: int, rank: int, num_ranks: int) -> None:
         rounds = -(-num_samples // num_ranks)
-        own = range(rank, rounds * num_ranks, num_ranks)
-        samples = [sample if sample < num_samples else -1 for sample in own]
+        samples = [i if i < num_samples else -1 for i in range(rank, rounds * num_ranks, num_ranks)]
         self.batches = [samples[i : i + local_batch_size] for i in range(0, rounds, local_batch_size)]
 
     def __iter__(self) -> Iterator[list[int]]:
@@ -77,60 +69,32 @@ class EvaluationSampler(Sampler[list[int]]):
         return len(self.batches)
 
 
-class BatchReader:
-    """Function that reads the batch of some samples: fields (B, K, V, H, W) as stored, and first dates
-    (B,), seconds since 1970. Threads may call it at once.
-    """
-
-    def __init__(self, dataset: FieldDataset, pin: bool) -> None:
-        self.dataset, self.pin = dataset, pin
-        self.free: deque[np.ndarray] = deque()  # memory of batches that nothing uses any more
-
-    def __call__(self, indices: Sequence[int]) -> tuple[Tensor, Tensor]:
-        dates = self.dataset.samples[list(indices)]
-        tensor = self._take_memory((*dates.shape, *self.dataset.field_shape))
-        self.dataset.fill(dates, tensor.numpy())
-        return tensor, self.dataset.seconds(dates)
-
-    def _take_memory(self, shape: tuple[int, ...]) -> Tensor:
-        """Return a tensor in memory that returns to `free` when no tensor or view uses it.
-
-        New memory for each batch would cost as much in page faults as decoding it.
-        """
-        dtype = self.dataset.dtype
-        if self.pin:  # torch reuses pinned memory itself, after copies from it have ended
-            return torch.empty(shape, dtype=getattr(torch, dtype.name), pin_memory=True)
-        memory = None
-        with suppress(IndexError):
-            memory = self.free.pop()
-        if memory is None or len(memory) < shape[0]:
-            memory = np.empty(shape, dtype)  # of huge pages
-        owner = memory[: shape[0]]  # referenced by the storage of the tensor
-        weakref.finalize(owner, self.free.append, memory).atexit = False
-        return torch.from_numpy(owner)
-
-
 class Loader:
-    """The batches of a sampler in order, read by threads; with no threads a batch is read when it is
-    requested.
+    """The batches of a sampler in order, as `FieldDataset.read` returns them.
+
+    They are read by threads; with no threads a batch is read when it is requested.
     """
 
     def __init__(
         self, dataset: FieldDataset, sampler: Sampler[list[int]], num_threads: int = 0, pin: bool = False
     ) -> None:
-        self.sampler, self.reader, self.nodes = sampler, BatchReader(dataset, pin), None
+        self.sampler, self.nodes, self.read = sampler, None, partial(dataset.read, pin=pin)
         if num_threads:  # each reads a batch, and as many wait
-            options: dict[str, Any] = {"in_order": True, "method": "thread", "snapshot_frequency": NEVER}
-            self.nodes = ParallelMapper(SamplerWrapper(sampler), self.reader, num_threads, **options)
+            self.nodes = ParallelMapper(
+                SamplerWrapper(sampler),
+                self.read,
+                num_threads,
+                in_order=True,
+                method="thread",
+                snapshot_frequency=NEVER,
+            )
 
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield batches. Raises DataError."""
         if self.nodes is None:
             for indices in self.sampler:
-                with record_function(
-                    "SingleProcessRead"
-                ):  # as torch's loader calls it when it has no workers
-                    batch = self.reader(indices)
+                with record_function("SingleProcessRead"):  # as torch's loader without workers calls it
+                    batch = self.read(indices)
                 yield batch
             return
         self.nodes.reset()

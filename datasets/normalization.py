@@ -49,13 +49,14 @@ class Normalizer(nn.Module):
         shape, width = statistics.mean_field.shape[-2:], channels.boundary_width
         boundary = boundary_cells(shape, width) if width else None
         self.register_buffer("boundary", boundary, persistent=False)
-        column = {"mean": statistics.mean, "std": statistics.std}
-        column["change_scale"] = statistics.change_std / statistics.std
-        column["change_scale"][self.diagnostic] = 1  # their change is relative to the mean, 0
-        for name, values in column.items():
-            self.register_buffer(
-                name, torch.tensor(values, dtype=torch.float32).view(-1, 1, 1), persistent=False
-            )
+        columns = {"mean": statistics.mean, "std": statistics.std}
+        columns["change_scale"] = statistics.change_std / statistics.std
+        columns["change_scale"][self.diagnostic] = 1  # their change is relative to the mean, 0
+        for name, values in columns.items():
+            column = torch.tensor(values, dtype=torch.float32).view(-1, 1, 1)
+            self.register_buffer(name, column, persistent=False)
+
+    # -- fields
 
     def normalize(self, fields: Tensor) -> tuple[Tensor, Tensor]:
         """Return normalised fields (..., V, H, W), 0 where missing, and a mask of values (bool)."""
@@ -88,22 +89,22 @@ class Normalizer(nn.Module):
         """Return normalised fields (..., V, H, W) in physical units."""
         return fields * self.std + self.mean
 
+    # -- steps
+
     def with_known(self, window: Tensor, known: Tensor | None) -> Tensor:
         """Return a normalised window (B, h V, H, W) followed by the inputs of the next state.
 
         These are predicted variables on the boundary (0 inside and where a value is missing) and forcing
         variables. known: as for `advance`; None: the boundary is 0, forcing variables do not change.
         """
-        if not self.channels.of_target:
-            return window
-        parts = [window]
+        inputs = [window]
         if self.boundary is not None:
-            zeros = torch.zeros_like(self.newest(window))
-            ahead = zeros if known is None else self._on_boundary(zeros, known)
-            parts.append(ahead[:, self.predicted])
+            ahead = torch.zeros_like(self.newest(window))
+            ahead = ahead if known is None else self._on_boundary(ahead, known)
+            inputs.append(ahead[:, self.predicted])
         if self.num_forcing and self.channels.forcings_of_target:
-            parts.append(self._forcing_after(window, known))
-        return torch.cat(parts, dim=1)
+            inputs.append(self._forcing_after(window, known))
+        return torch.cat(inputs, dim=1) if len(inputs) > 1 else window
 
     def _on_boundary(self, state: Tensor, known: Tensor) -> Tensor:
         """Return a normalised state (B, V, H, W) with the known values on its boundary."""
@@ -142,6 +143,14 @@ class Normalizer(nn.Module):
         after = self._standardize(known[:, -self.num_forcing :], self.forcing)
         return torch.where(torch.isfinite(after), after, before)
 
+    def expected_output(self, state: Tensor, target: Tensor) -> Tensor:
+        """Return the output that takes `state` to `target` (B, V, H, W): the inverse of `advance`."""
+        if self.predict == "state":
+            return target
+        return (target - self._without_diagnostic(state)).div_(self.change_scale)
+
+    # -- gradients of rollouts
+
     def drop_boundary(self, gradient: Tensor, known: Tensor) -> Tensor:
         """Return the gradient with respect to a window (B, h V, H, W) without its newest state's boundary.
 
@@ -161,12 +170,6 @@ class Normalizer(nn.Module):
         if self.predict == "change":
             gradient[:, :num] += later[:, :num]
         gradient[:, :-num] += later[:, num:]
-
-    def expected_output(self, state: Tensor, target: Tensor) -> Tensor:
-        """Return the output that takes `state` to `target` (B, V, H, W): the inverse of `advance`."""
-        if self.predict == "state":
-            return target
-        return (target - self._without_diagnostic(state)).div_(self.change_scale)
 
     @property
     def output_scale(self) -> Tensor:

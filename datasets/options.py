@@ -31,7 +31,14 @@ def parse_period(key: str, period: Sequence[str]) -> tuple[datetime, datetime] |
         return None
     if len(period) != 2:
         refuse(key, list(period), 'two dates expected, for example ["2001-01-01", "2007-12-31"]')
-    first, last = (_parse_date(key, text) for text in period)
+    dates = []
+    for text in period:
+        try:
+            date = datetime.fromisoformat(text)
+            dates.append(date.astimezone(UTC).replace(tzinfo=None) if date.tzinfo else date)
+        except (ValueError, OverflowError):
+            refuse(key, text, "not a date; write 2001-12-31 or 2001-12-31T18:00")
+    first, last = dates
     if is_whole_day(period[1]):
         last += timedelta(days=1, seconds=-1)
     if last < first:
@@ -39,26 +46,9 @@ def parse_period(key: str, period: Sequence[str]) -> tuple[datetime, datetime] |
     return first, last
 
 
-def _parse_date(key: str, text: str) -> datetime:
-    try:
-        date = datetime.fromisoformat(text)
-        return date.astimezone(UTC).replace(tzinfo=None) if date.tzinfo else date
-    except (ValueError, OverflowError):
-        refuse(key, text, "not a date; write 2001-12-31 or 2001-12-31T18:00")
-
-
 def is_whole_day(text: str) -> bool:
     """Return True for a date that is written without an hour."""
     return len(text) <= len("2001-01-01")
-
-
-def check_disjoint(periods: Mapping[str, Sequence[str]]) -> None:
-    """Raise ConfigError if two of the periods (key -> dates) have an instant in common."""
-    spans = [(key, span) for key, text in periods.items() if (span := parse_period(key, text))]
-    for (one, (start, end)), (other, (first, last)) in combinations(spans, 2):
-        if start <= last and first <= end:
-            why = f"overlaps {one} = {list(periods[one])}; move one of them"
-            refuse(other, list(periods[other]), f"{why} (a last date without an hour includes that day)")
 
 
 def parse_selection(texts: Sequence[str]) -> dict[str, str]:
@@ -110,20 +100,17 @@ def parse_storage_options(texts: Sequence[str]) -> dict[str, Any]:
             refuse(STORAGE_OPTIONS, name, "occurs twice; remove one of them")
         if value.strip("\"'") == "***":
             refuse(STORAGE_OPTIONS, f"{name}=***", f"secrets are not saved; give it again, or in {INSTEAD}")
-        options[name] = _parse_option(name, value)
+        if re.fullmatch(SECRET_NAME, name, re.IGNORECASE):
+            options[name] = value.strip("\"'")
+            continue
+        if value[0] in "{[":  # it would be saved with any secret inside
+            refuse(STORAGE_OPTIONS, name, f"one value expected; give nested ones in {INSTEAD}")
+        try:
+            parsed = tomli.loads(f"value = {value}")["value"]
+        except ValueError:
+            parsed = value
+        options[name] = parsed if isinstance(parsed, bool | int | float | str) else value
     return options
-
-
-def _parse_option(name: str, text: str) -> Any:
-    if re.fullmatch(SECRET_NAME, name, re.IGNORECASE):
-        return text.strip("\"'")
-    if text[0] in "{[":  # it would be saved with any secret inside
-        refuse(STORAGE_OPTIONS, name, f"one value expected; give nested ones in {INSTEAD}")
-    try:
-        value = tomli.loads(f"value = {text}")["value"]
-    except ValueError:
-        return text
-    return value if isinstance(value, bool | int | float | str) else text
 
 
 def check_data(data: Data) -> None:
@@ -146,8 +133,14 @@ def check_data(data: Data) -> None:
         if name in names:
             refuse("data.static_variables", name, "is among the other variables, too; remove one of them")
     check_region("data.region", data.region)
-    periods = ("train_period", "validation_period", "test_period")
-    check_disjoint({f"data.{name}": getattr(data, name) for name in periods})
+    periods = {
+        f"data.{name}_period": getattr(data, f"{name}_period") for name in ("train", "validation", "test")
+    }
+    spans = [(key, span) for key, period in periods.items() if (span := parse_period(key, period))]
+    for (one, (begin, end)), (other, (first, last)) in combinations(spans, 2):
+        if begin <= last and first <= end:
+            why = f"overlaps {one} = {list(periods[one])}; move one of them"
+            refuse(other, list(periods[other]), f"{why} (a last date without an hour includes that day)")
     if bool(data.grid_shape[0]) != bool(data.grid_shape[1]):
         reason = "give both numbers, or [0, 0] for the grid of the data"
         refuse("data.grid_shape", list(data.grid_shape), reason)

@@ -25,8 +25,8 @@ def refuse_fills(fields: np.ndarray, variables: Sequence[str], date: Any, path: 
         fill = undeclared_fill(values[np.isfinite(values)], name)
         if fill is not None:
             count = np.count_nonzero(values == fill)
-            found = f"{name} is {fill:g} in {count} cells at {date}: a missing value that is not declared"
-            raise DataError(f"{path!r}: {found}; give the variable the attribute _FillValue = {fill:g}")
+            what = f"{name} is {fill:g} in {count} cells at {date}: a missing value that is not declared"
+            raise DataError(f"{path!r}: {what}; give the variable the attribute _FillValue = {fill:g}")
 
 
 def undeclared_fill(finite: np.ndarray, name: str) -> float | None:
@@ -46,20 +46,14 @@ def undeclared_fill(finite: np.ndarray, name: str) -> float | None:
 @cache
 def fills_of(name: str) -> list[float]:
     """Return customary fills of a variable, unchanged and with its units converted (-9999 degC in K)."""
-    ours = [UnitConversion(), *(each for (_, own), each in CONVERSIONS.items() if own == units(name))]
-    return [float(np.float32(fill * each.factor + each.offset)) for each in ours for fill in FILLS]
+    conversions = [UnitConversion(), *(c for (_, ours), c in CONVERSIONS.items() if ours == units(name))]
+    return [float(np.float32(fill * c.factor + c.offset)) for c in conversions for fill in FILLS]
 
 
 def implausible_kinds(name: str) -> tuple[str, str]:
-    """Return the names of what `count_implausible` counts: "infinite", "outside 170 to 340 K"."""
+    """Return the names of infinite values and of those outside the usual range: "outside 170 to 340 K"."""
     low, high = usual_range(name)
     return "infinite", f"outside {low:g} to {high:g} {units(name)}"
-
-
-def count_implausible(values: np.ndarray, finite: np.ndarray, name: str) -> tuple[int, int]:
-    """Return how many values are infinite, and how many of the finite ones are outside the usual range."""
-    low, high = usual_range(name)
-    return int(np.isinf(values).sum()), int(((finite < low) | (finite > high)).sum())
 
 
 def log_implausible(variables: Sequence[str], dates: np.ndarray, counts: np.ndarray) -> None:

@@ -4,9 +4,7 @@ Opening a selection also checks the [data] section against the data. Shapes: H l
 longitudes, T dates, h states of a window (datasets/field_dataset.py).
 """
 
-import glob
 import logging
-import os
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -14,23 +12,20 @@ from typing import NoReturn
 
 import numpy as np
 
-from config import RANDOM, SIMULATED, Data, in_project
-from datasets.archive import Archive, TrainingStore, find_store, open_archive, read_static_field
+from config import RANDOM, SIMULATED, Data
+from datasets.archive import Archive, TrainingStore, find_store, read_static_field
 from datasets.channels import Channels
-from datasets.convert import Request, check_first_start, check_identity, convert_for
+from datasets.conditions import check_forcings
+from datasets.convert import Request, access_of, check_first_start, convert_for, open_source, store_of
 from datasets.dates import evenly_spaced, find_gaps, is_inside, usual_hours
 from datasets.field_dataset import window_steps
-from datasets.forcings import check_forcings
-from datasets.options import check_selection, is_whole_day, parse_period, parse_selection
+from datasets.options import is_whole_day, parse_period, parse_selection
 from datasets.plausibility import check_static, refuse_fills
-from datasets.random_fields import RandomFields
-from datasets.remote import Access, is_url, protocol_of
-from datasets.simulated import ensure_simulated
+from datasets.remote import is_url
 from datasets.source import is_zarr
 from errors import ConfigError, refuse
 
 logger = logging.getLogger(__name__)
-SIMULATED_PATH = "outputs/stores/simulated.zarr"
 
 
 @dataclass(frozen=True)
@@ -51,12 +46,12 @@ class Selection:
         All dates of a sample are in the period, so that periods do not overlap, and have all variables.
         Raises ConfigError if there are no samples.
         """
-        dates = self._dates(period)
+        dates = getattr(self, period)
         rows = self.around(dates, [*window_steps(self.history), *later], self.available(dates))
-        whole = (rows >= 0).all(axis=1)
-        if not whole.any():
+        is_complete = (rows >= 0).all(axis=1)
+        if not is_complete.any():
             self._refuse(period, later[-1], self.history, "training.rollout_steps, or set data.step_hours")
-        return rows[whole]
+        return rows[is_complete]
 
     def samples_by_lead(
         self, period: str, leads: Sequence[int], limit: int = 0, history: int = 1
@@ -66,7 +61,7 @@ class Selection:
         For every t that has at least one of the leads; with `limit`, for evenly spaced t. The dates of a lead
         therefore do not depend on the other leads. Raises ConfigError for a lead that no date has.
         """
-        dates = self._dates(period)
+        dates = getattr(self, period)
         rows = self.around(dates, [*window_steps(history), *leads], self.available(dates))
         rows = rows[(rows[:, :history] >= 0).all(axis=1)]
         for lead, later in zip(leads, rows[:, history:].T, strict=True):
@@ -88,7 +83,7 @@ class Selection:
         return np.where(self.archive.times[available[rows]] == times, available[rows], -1)
 
     def _refuse(self, period: str, offset: int, history: int, key: str) -> NoReturn:
-        hours, count = (offset * self.step).astype("timedelta64[h]"), len(self._dates(period))
+        hours, count = (offset * self.step).astype("timedelta64[h]"), len(getattr(self, period))
         usual = f"the data are {usual_hours(self.archive.times):g} hours apart"
         reason = f"data.{period}_period: none of its {count} dates has another {hours} later ({usual})"
         if history > 1:
@@ -97,7 +92,7 @@ class Selection:
 
     def describe(self, period: str, samples: np.ndarray) -> str:
         """Return a line with the number of samples of a period, and of the dates that are left out."""
-        dates = self._dates(period)
+        dates = getattr(self, period)
         times, left_out = self.archive.times[dates], len(dates) - len(self.available(dates))
         return (
             f"{period}: {len(samples)} samples from {len(dates)} dates, {times[0]} to {times[-1]}; "
@@ -112,9 +107,6 @@ class Selection:
             return self.static[name]
         exists = name in (*self.archive.static_variables, *self.archive.variables)
         return self.archive.read_static(name) if exists else None
-
-    def _dates(self, period: str) -> np.ndarray:
-        return getattr(self, period)
 
 
 def open_selection(
@@ -131,10 +123,21 @@ def open_selection(
     open.
     """
     opened = open_without_periods(data, patch_size, elsewhere, archive)
-    train, validation = _split(opened.archive.times, data)
+    times, span = opened.archive.times, _span(opened.archive)
+    periods = {name: getattr(data, f"{name}_period") for name in ("train", "validation", "test")}
+    train, validation, test = (
+        np.flatnonzero(is_inside(times, f"data.{name}_period", period)) if period else np.zeros(0, int)
+        for name, period in periods.items()
+    )
+    if not data.train_period:  # all other dates train
+        train = np.setdiff1d(np.arange(len(times)), np.union1d(validation, test))
+    if len(train) < 2:
+        refuse("data.train_period", list(data.train_period), f"it has fewer than two dates {span}")
+    if data.validation_period and not len(validation):
+        refuse("data.validation_period", list(data.validation_period), f"it has no date {span}")
     selection = replace(opened, train=train, validation=validation)
     selection.samples("train", range(1, 1 + rollout_steps))
-    if len(selection.validation) and lead_hours:
+    if len(validation) and lead_hours:
         leads = [hours // data.step_hours for hours in lead_hours]
         selection.samples_by_lead("validation", leads, history=data.history)
     return selection
@@ -148,20 +151,13 @@ def open_for_training(
     may_convert: True in the process that starts a run before its ranks exist, which calls `convert_selection`
     after its checks; the ranks find a complete store. Raises ConfigError or DataError.
     """
-    checks = (patch_size, lead_hours, rollout_steps)
-    if is_trained_directly(data):
-        return open_selection(data, *checks)
-    if may_convert:
-        path = data.path.removeprefix("file://")
-        if not is_url(path) and not os.path.exists(path) and not glob.glob(path):
-            fix = "name your analyses, or take --data.path random for a trial without data"
-            refuse("data.path", data.path, f"there is no such file or folder; {fix}")
-        return open_selection(data, *checks, archive=open_source(data))
+    if is_trained_directly(data) or may_convert:
+        return open_selection(data, patch_size, lead_hours, rollout_steps)
     store = stored(data)
     if not find_store(store.path):
         check_first_start(data)
-    check_identity(Path(store.path), Request.of(data))
-    return open_selection(store, *checks)
+    Request.of(data).check_store(Path(store.path))
+    return open_selection(store, patch_size, lead_hours, rollout_steps)
 
 
 def convert_selection(
@@ -177,30 +173,28 @@ def convert_selection(
     """
     if is_trained_directly(data) or isinstance(selection.archive, TrainingStore):
         return selection
-    store = stored(data)
-    convert_for(data, Path(store.path), selection.archive)
-    return open_selection(store, patch_size, lead_hours, rollout_steps)
+    convert_for(data, selection.archive)
+    return open_selection(stored(data), patch_size, lead_hours, rollout_steps)
 
 
 def is_trained_directly(data: Data) -> bool:
-    """Return True if data.path is a training store, of which all is taken, or weather that is made up."""
+    """Return True if data.path is noise, or a training store, of which all is taken."""
     is_changed = bool(data.more_paths or data.region)
-    return data.path in (SIMULATED, RANDOM) or bool(find_store(data.path) and not is_changed)
+    is_store = data.path == SIMULATED or bool(find_store(data.path))
+    return data.path == RANDOM or (is_store and not is_changed)
 
 
 def stored(data: Data) -> Data:
     """Return the settings with the training store of a configuration in the place of its source."""
-    path = data.store_path or str(Request.of(data).default_target())
-    plain = {"more_paths": (), "select": (), "region": (), "static_path": "", "storage_options": ()}
-    return replace(data, path=path, **plain)
-
-
-def open_source(data: Data) -> Archive:
-    """Open what data.path and data.more_paths name. Raises ConfigError or DataError."""
-    if data.path == RANDOM:
-        return RandomFields(data)
-    path = str(ensure_simulated(in_project(SIMULATED_PATH))) if data.path == SIMULATED else data.path
-    return open_archive(path, parse_selection(data.select), access_of(data), data.region, data.more_paths)
+    return replace(
+        data,
+        path=str(store_of(data)),
+        more_paths=(),
+        select=(),
+        region=(),
+        static_path="",
+        storage_options=(),
+    )
 
 
 def open_without_periods(
@@ -211,27 +205,25 @@ def open_without_periods(
     Raises ConfigError or DataError.
     """
     check_forcings(data.forcings)
-    variables, selection, access = Channels.of(data).variables, parse_selection(data.select), access_of(data)
-    archive = archive or open_source(data)
-    here = {name: label for name, label in selection.items() if name not in elsewhere}
-    check_selection(here, archive.extra_dimensions, archive.path)
+    variables = Channels.of(data).variables
+    archive = archive or open_source(data, elsewhere)
     archive.check(variables)
     # A missing variable or level is reported here.
     refuse_fills(archive.read(0, variables), variables, archive.times[0], archive.path)
-    _check_grid(archive.grid.shape, data.grid_shape, patch_size)
-    if data.static_path:
-        where = (archive.grid, selection, access)
-        static = {name: read_static_field(data.static_path, name, *where) for name in data.static_variables}
-    else:
-        static = {name: archive.read_static(name) for name in data.static_variables}
+    shape = archive.grid.shape
+    if any(data.grid_shape) and tuple(data.grid_shape) != shape:
+        refuse("data.grid_shape", list(data.grid_shape), f"the data have {list(shape)}; set that or [0, 0]")
+    if patch_size[0] > shape[0] or patch_size[1] > shape[1]:
+        refuse("model.patch_size", list(patch_size), f"larger than the grid {list(shape)}")
+    static, labels, access = {}, parse_selection(data.select), access_of(data)
+    for name in data.static_variables:
+        if data.static_path:
+            static[name] = read_static_field(data.static_path, name, archive.grid, labels, access)
+        else:
+            static[name] = archive.read_static(name)
     check_static(static, data.static_path or archive.path)
     step, nothing = np.timedelta64(data.step_hours * 3600, "s"), np.zeros(0, int)
     return Selection(archive, variables, static, step, nothing, nothing, data.history)
-
-
-def access_of(data: Data) -> Access:
-    """Return the options for reading URLs of a run: data.path, and others of the same protocol."""
-    return Access(data.storage_options, protocol_of(data.path))
 
 
 def check_outside_source(key: str, folder: str, path: str) -> None:
@@ -259,10 +251,10 @@ def initial_dates(selection: Selection, period: tuple[str, ...], interval_hours:
         times = np.arange(first, last + np.timedelta64(1, "s"), np.timedelta64(interval_hours, "h"))
         if len(absent := np.setdiff1d(times, archive.times[available])):
             place = f"{absent[0]} (forecast.interval_hours = {interval_hours})"
-            refuse(key, list(period), f"not all variables are at {place} {_span(archive.times)}")
+            refuse(key, list(period), f"not all variables are at {place} {_span(archive)}")
         dates = np.flatnonzero(np.isin(archive.times, times))
     if not len(dates):
-        refuse(key, list(period), f"it has no date {_span(archive.times)}")
+        refuse(key, list(period), f"it has no date {_span(archive)}")
     windows = selection.around(dates, window_steps(selection.history), available)
     cut = (windows < 0).any(axis=1)
     lacking = f"the data lack some of the data.history = {selection.history} states that end there"
@@ -274,28 +266,5 @@ def initial_dates(selection: Selection, period: tuple[str, ...], interval_hours:
     return windows[~cut]
 
 
-def _check_grid(shape: tuple[int, int], expected: tuple[int, int], patch_size: tuple[int, int]) -> None:
-    if any(expected) and tuple(expected) != tuple(shape):
-        refuse("data.grid_shape", list(expected), f"the data have {list(shape)}; set that or [0, 0]")
-    if patch_size[0] > shape[0] or patch_size[1] > shape[1]:
-        refuse("model.patch_size", list(patch_size), f"larger than the grid {list(shape)}")
-
-
-def _split(times: np.ndarray, data: Data) -> tuple[np.ndarray, np.ndarray]:
-    """Return indices of the training and validation period; without one, all other dates train."""
-    periods = {name: getattr(data, f"{name}_period") for name in ("train", "validation", "test")}
-    train, validation, test = (
-        np.flatnonzero(is_inside(times, f"data.{name}_period", period)) if period else np.zeros(0, int)
-        for name, period in periods.items()
-    )
-    if not data.train_period:
-        train = np.setdiff1d(np.arange(len(times)), np.union1d(validation, test))
-    if len(train) < 2:
-        refuse("data.train_period", list(data.train_period), f"it has fewer than two dates {_span(times)}")
-    if data.validation_period and not len(validation):
-        refuse("data.validation_period", list(data.validation_period), f"it has no date {_span(times)}")
-    return train, validation
-
-
-def _span(times: np.ndarray) -> str:
-    return f"in the data, which are from {times[0]} to {times[-1]}"
+def _span(archive: Archive) -> str:
+    return f"in the data, which are from {archive.times[0]} to {archive.times[-1]}"

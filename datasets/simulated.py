@@ -1,30 +1,31 @@
-"""Simulated weather: two layers of shallow water on the rotating sphere, stored in the layout of ERA5.
+"""Weather without a source: random fields, and simulated ones in the layout of ERA5.
 
+The simulated atmosphere has two layers of shallow water on the rotating sphere.
 Radiation drives jets that break into eddies, mountains deflect them, and vapour condenses in the lower layer.
 The scheme is the semi-implicit leapfrog of Hoskins and Simmons (1975, doi 10.1002/qj.49710142918), for depths
 instead of temperatures. Shapes: spectra (C, N, F, M) and grids (W, H, F, M) of F fields and M members.
 """
 
-import fcntl
-import hashlib
-import json
-import logging
-import shutil
-import time
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
-from pathlib import Path
+from dataclasses import dataclass
+from functools import cache
+from zlib import crc32
 
 import numpy as np
 import torch
 import xarray as xr
-import zarr
 from scipy.special import assoc_legendre_p_all
 
-from datasets.archive import archive_of_dataset
-from datasets.convert import VERSION as STORE_VERSION
-from datasets.convert import Conversion, Request, read_attributes
-from errors import DataError
+from config import RANDOM, Data
+from datasets.archive import TrainingStore
+from datasets.channels import Channels
+from datasets.grid import Grid, global_grid
+from datasets.options import parse_period
+from datasets.variables import units, usual_range
+from errors import refuse
+
+NOISE_DEVIATIONS = 12  # of random fields in the usual range of a variable
+ONE_YEAR = np.timedelta64(365, "D")
 
 
 @dataclass(frozen=True)
@@ -54,11 +55,9 @@ class Parameters:
     )
 
 
-logger = logging.getLogger(__name__)
 DEFAULTS = Parameters()
 VERSION = 1  # increase it whenever the same parameters result in a different record
 NUM_YEARS, NUM_DAYS, FIRST_YEAR = 9, 100, 2001  # 1 January to 10 April of 2001..2009, with gaps in between
-FINGERPRINT = "rossby_simulated"  # the attribute that identifies a store as simulated data
 TRUNCATION, NUM_LAT, NUM_LON = 21, 32, 64  # 3 * 21 + 1 <= 64: products of two fields are not aliased
 LATITUDE = -90 + 180 / NUM_LAT * (np.arange(NUM_LAT) + 0.5)  # degrees, of the record; no poles
 LONGITUDE, RADIANS_EAST = (circle / NUM_LON * np.arange(NUM_LON) for circle in (360, 2 * np.pi))
@@ -270,33 +269,86 @@ def simulate(num_years: int, num_days: int, seed: int, parameters: Parameters) -
     return dataset
 
 
-def ensure_simulated(path: str | Path, seed: int = 0) -> Path:
-    """Return `path` after writing the record there as a training store, unless the same record is there
-    already.
+class RandomFields(TrainingStore):
+    """Normally distributed noise in a variable's usual range, another one for each date, every `step_hours`.
 
-    Safe for concurrent processes. Replaces other records. Raises DataError if `path` is not simulated data.
+    Dates are those between the first and the last of all periods; without a training period, those of the
+    year before, too. A field is the noise of its variable, turned by a number of columns that depends on the
+    date: drawing a new one would take as long as a step. Moments are given by their formulas. For profiling,
+    rehearsals and tests on a GPU of any configuration.
     """
-    path = Path(path)
-    identity = json.dumps([VERSION, STORE_VERSION, NUM_YEARS, NUM_DAYS, seed, asdict(DEFAULTS)])
-    fingerprint = hashlib.sha256(identity.encode()).hexdigest()[:16]
-    if read_attributes(path).get(FINGERPRINT) == fingerprint:  # also on a disk that is only read
-        return path
-    request = Request(("memory://simulated",), dtype="float32", step_hours=6)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.with_name(f".{path.name}.lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)  # the kernel releases the lock even if the process dies
-        stored = read_attributes(path).get(FINGERPRINT)
-        if stored is None and path.exists():
-            raise DataError(f"path = {path}: this is not simulated data; remove it or choose another path")
-        if stored != fingerprint:
-            start, partial = time.perf_counter(), path.with_name(f".{path.name}.partial")
-            dataset = simulate(NUM_YEARS, NUM_DAYS, seed, DEFAULTS)
-            shutil.rmtree(partial, ignore_errors=True)
-            conversion = Conversion(request, partial, archive_of_dataset("memory://simulated", dataset))
-            conversion.run()
-            conversion.group.update_attributes({FINGERPRINT: fingerprint})
-            zarr.consolidate_metadata(conversion.group.store)
-            shutil.rmtree(path, ignore_errors=True)
-            partial.rename(path)  # only a complete store gets this name
-            logger.info("simulated %d years in %.1f s: %s", NUM_YEARS, time.perf_counter() - start, path)
-    return path
+
+    def __init__(self, data: Data) -> None:
+        """Raises ConfigError without data.grid_shape."""
+        rows, columns = data.grid_shape
+        if rows < 2 or columns < 2:
+            refuse("data.grid_shape", [rows, columns], 'with data.path = "random" name the rows and columns')
+        self.grid = global_grid((rows, columns), poles=rows % 2 == 1)
+        if data.region:
+            north, west, south, east = data.region
+            width = (east - west) % 360 or 360
+            longitude = west + np.linspace(0, width, columns, endpoint=width < 360)
+            self.grid = Grid(np.linspace(north, south, rows), longitude)
+        self.path, self.unreadable, self.extra_dimensions = RANDOM, {}, {}
+        self.variables = self.names = Channels.of(data).variables
+        self.static_variables = list(data.static_variables)
+        periods = ("train_period", "validation_period", "test_period")
+        spans = [parse_period(f"data.{name}", getattr(data, name)) for name in periods]
+        ends = [np.datetime64(end, "s") for span in spans if span for end in span]
+        ends = ends or [np.datetime64("2002-01-01", "s")]
+        first = min(ends) if data.train_period else min(ends) - ONE_YEAR
+        self.change_step = np.timedelta64(3600 * data.step_hours, "s")
+        self.times = np.arange(first, max(ends) + np.timedelta64(1, "s"), self.change_step)
+        self.shifts = {name: self.scale(name)[0] for name in self.variables}
+        self._noise = cache(self._draw_noise)
+
+    def find(self, name: str) -> list:
+        """Return no place: nothing is in a file."""
+        return []
+
+    def units(self, name: str) -> str:
+        return units(name)
+
+    def check(self, variables, every_date: bool = False) -> None:
+        """There is nothing to check."""
+
+    def has(self, variables) -> np.ndarray:
+        return np.ones(len(self.times), bool)
+
+    def scale(self, name: str) -> tuple[float, float]:
+        """Return mean and standard deviation of a variable, 0 and 1 where its usual range is not known."""
+        low, high = usual_range(name)
+        if not np.isfinite([low, high]).all():
+            return 0.0, 1.0
+        return (low + high) / 2, (high - low) / NOISE_DEVIATIONS
+
+    def _draw_noise(self, name: str) -> np.ndarray:
+        rng, (mean, std) = np.random.default_rng(crc32(name.encode())), self.scale(name)
+        noise = rng.standard_normal(self.grid.shape, np.float32).clip(
+            -NOISE_DEVIATIONS / 2, NOISE_DEVIATIONS / 2
+        )
+        return np.float32(mean) + np.float32(std) * noise
+
+    def fill(self, date: int, variables, out: np.ndarray) -> None:
+        """Fill `out` (V, H, W) float32 with the fields at times[date]."""
+        for name, field in zip(variables, out, strict=True):
+            text = f"{name} {self.times[date]}"
+            turn = 1 + crc32(text.encode()) % (self.grid.shape[1] - 1)
+            noise = self._noise(name)
+            field[:, :turn], field[:, turn:] = noise[:, -turn:], noise[:, :-turn]
+
+    def float16_packing(self, variables) -> None:
+        """Return None: the fields are float32."""
+
+    def read_static(self, name: str) -> np.ndarray:
+        """Return a constant field (H, W) float32; 0 and 1 for the land-sea mask."""
+        noise = self._noise(name)
+        return (noise > noise.mean()).astype(np.float32) if name == "land_sea_mask" else noise
+
+    def rows(self, variables) -> np.ndarray:
+        cells = float(self.grid.shape[0] * self.grid.shape[1])
+        rows = np.zeros((1, len(variables), 9))
+        for v, name in enumerate(variables):
+            variance = self.scale(name)[1] ** 2
+            rows[0, v] = [0, 0, 0, cells, 0, cells * variance, cells, 0, 2 * cells * variance]
+        return np.broadcast_to(rows, (len(self.times), *rows.shape[1:]))

@@ -11,7 +11,6 @@ import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -52,21 +51,11 @@ def state_moments(
     if is_odd.any() or np.abs(fields, where=is_finite, out=np.zeros_like(fields)).max() > LARGEST:
         for date, field in zip(dates, fields, strict=True):
             refuse_fills(field[None], [name], date, path)
-    anomaly = np.subtract(fields, shift, dtype=np.float64)
-    anomaly[~is_finite] = 0
-    columns[:, 0] = np.isnan(fields).sum(axis=(1, 2)) + np.isinf(fields).sum(axis=(1, 2))
+    columns[:, MISSING] = (~is_finite).sum(axis=(1, 2))
     columns[:, 1] = np.isinf(fields).sum(axis=(1, 2))
     columns[:, 2] = is_odd.sum(axis=(1, 2))
-    by_row = is_finite.sum(axis=2), anomaly.sum(axis=2), np.einsum("nhw,nhw->nh", anomaly, anomaly)
-    for column, sums in zip(range(STATE.start, STATE.stop), by_row, strict=True):
-        columns[:, column] = [area @ row for row in sums]
+    columns[:, STATE] = sum_moments(fields, shift, area)
     return columns
-
-
-def first_shift(field: np.ndarray) -> float:
-    """Return the mean of the values of a field (H, W), 0 without any."""
-    valid = np.isfinite(field)[None]
-    return float(np.where(valid, field, 0).sum(axis=(1, 2), dtype=np.float64)[0] / max(valid.sum(), 1))
 
 
 def mean_and_std(sums: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -93,50 +82,43 @@ class Statistics:
 
     @classmethod
     def of(
-        cls, archive: Archive, variables: Sequence[str], dates: np.ndarray, step: np.timedelta64
+        cls, archive: TrainingStore, variables: Sequence[str], dates: np.ndarray, step: np.timedelta64
     ) -> "Statistics":
         """Compute statistics over dates (indices into archive.times), and log what is implausible.
 
         A date on which a variable has no value is not included. Raises DataError if no date, or no two of
         them a step apart, have values of all variables.
         """
-        names, times, cells = (
-            list(variables),
-            archive.times[dates],
-            archive.grid.shape[0] * archive.grid.shape[1],
-        )
-        if isinstance(archive, TrainingStore):
-            rows, shift = archive.rows(names)[dates], np.array([archive.shifts[name] for name in names])
-        else:
-            rows, shift = read_rows(archive, names, dates)
-        rows = np.ascontiguousarray(rows)
+        names, times = list(variables), archive.times[dates]
+        key, among = f"data.variables = {names}", f"the {len(dates)} that count; look at data.train_period"
+        rows = np.ascontiguousarray(archive.rows(names)[dates])
+        shift = np.array([archive.shifts[name] for name in names])
         missing = rows[:, :, MISSING].astype(int)
         log_implausible(names, times, rows[:, :, IMPLAUSIBLE])
-        is_complete = (missing < cells).all(axis=1)
+        is_complete = (missing < archive.grid.shape[0] * archive.grid.shape[1]).all(axis=1)
         if not is_complete.all():
             first = f"{times[~is_complete][0]}; no sample starts from them"
             logger.warning(f"{(~is_complete).sum()} dates have no value of a variable, the first {first}")
         if not is_complete.any():
-            why = f"no date has values of all of them among the {len(dates)} that count"
-            raise DataError(f"data.variables = {names}: {why}; look at data.train_period")
+            raise DataError(f"{key}: no date has values of all of them among {among}")
         rows[~is_complete] = 0
-        mean, std = mean_and_std(rows[:, :, STATE].sum(axis=0))
+        sums = rows[:, :, STATE].sum(axis=0)
+        mean, std = mean_and_std(sums)
 
         # The change over a step, on dates whose date before is one of these, too.
-        complete = times[is_complete]
-        is_pair = is_complete & np.isin(times - step, complete)
+        is_pair = is_complete & np.isin(times - step, times[is_complete])
         if not is_pair.any():
-            why = "no two dates a model step apart have values of all of them among the"
-            reason = f"{why} {len(dates)} that count; look at data.train_period"
-            raise DataError(f"data.variables = {names}: {reason}")
-        if isinstance(archive, TrainingStore) and archive.change_step == step:
+            raise DataError(
+                f"{key}: no two dates a model step apart have values of all of them among {among}"
+            )
+        if archive.change_step == step:
             rows[~is_pair, :, CHANGE] = 0
             changes = rows[:, :, CHANGE].sum(axis=0)
         else:
             changes = read_changes(archive, names, dates[is_pair], step)
         change_std = mean_and_std(changes)[1]
 
-        weight, first, second = rows[:, :, STATE].sum(axis=0).T
+        weight, first, second = sums.T
         is_constant = second / weight - (first / weight) ** 2 <= (ROUNDING * shift) ** 2
         for v in np.flatnonzero(is_constant):
             logger.warning(f"data.path: {names[v]} is {shift[v] + mean[v]:g} in all cells on all dates")
@@ -149,21 +131,6 @@ class Statistics:
     def numbers(self) -> Numbers:
         """Moments with which a model's weights were trained, all digits."""
         return {name: getattr(self, name).tolist() for name in ("mean", "std", "change_std")}
-
-
-def read_rows(archive: Archive, variables: list[str], dates: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return rows (n, V, columns) of dates of analyses that are no training store, and shifts (V,), by
-    reading their fields. The columns of changes are 0.
-    """
-    area, rows = area_weights(archive.grid.latitude), np.zeros((len(dates), len(variables), NUM_COLUMNS))
-    shift = np.array([first_shift(field) for field in archive.read(int(dates[0]), variables)])
-    for row, date in enumerate(dates.tolist()):
-        fields, time = archive.read(date, variables), archive.times[date : date + 1]
-        for v, name in enumerate(variables):
-            rows[row, v, : STATE.stop] = state_moments(
-                fields[v : v + 1], name, shift[v], area, time, archive.path
-            )[0]
-    return rows, shift
 
 
 def read_changes(
@@ -182,33 +149,32 @@ def read_changes(
         of_hour = stretch[of_day[stretch] == hours[number % len(hours)]]
         date = int(dates[rng.choice(of_hour if len(of_hour) else stretch)])
         now, before = (archive.read(i, variables) for i in (date, archive.index(times[date] - step)))
-        sums += [sum_moments(*pair, area) for pair in zip(now, before, strict=True)]
+        sums += sum_moments(now, before, area)
     return sums
 
 
-def mean_field(archive: Archive, variables: list[str], dates: np.ndarray, mean: np.ndarray) -> np.ndarray:
+def mean_field(
+    archive: TrainingStore, variables: list[str], dates: np.ndarray, mean: np.ndarray
+) -> np.ndarray:
     """Return (V, H, W) float32: the mean over dates (indices), the variable's `mean` (V,) where a cell has no
     value.
 
-    Of a training store the sums of whole shards are added, and the other dates are read.
+    The sums of whole shards are added, and the other dates are read.
     """
+    shape, is_left = (len(variables), *archive.grid.shape), np.zeros(len(archive.times), bool)
     if archive.path == RANDOM:  # of noise the mean is the same in all cells
-        return np.broadcast_to(mean[:, None, None], (len(mean), *archive.grid.shape)).astype(np.float32)
-    shape, is_left = archive.grid.shape, np.zeros(len(archive.times), bool)
-    total, count = np.zeros((len(variables), *shape)), np.zeros((len(variables), *shape), np.int64)
+        return np.broadcast_to(mean[:, None, None], shape).astype(np.float32)
+    total, count = np.zeros(shape), np.zeros(shape, np.int64)
     is_left[dates] = True
-    if isinstance(archive, TrainingStore):
-        starts = np.arange(0, len(archive.times), archive.shard_dates)
-        ends = np.append(starts[1:], len(archive.times))
-        whole_shards = [start for start, end in zip(starts, ends, strict=True) if is_left[start:end].all()]
-        limit = max(1, MOST_BYTES // (8 * total.size))
-        for start in evenly_spaced(np.array(whole_shards, int), limit).tolist():
-            for v, name in enumerate(variables):
-                field_sum, field_count = archive.read_sums(name, start)
-                total[v] += field_sum
-                count[v] += field_count
-        for start in whole_shards:
-            is_left[start : start + archive.shard_dates] = False
+    shards = np.arange(0, len(archive.times), archive.shard_dates)
+    starts = [start for start in shards if is_left[start : start + archive.shard_dates].all()]
+    for start in evenly_spaced(np.array(starts, int), max(1, MOST_BYTES // (8 * total.size))).tolist():
+        for v, name in enumerate(variables):
+            field_sum, field_count = archive.read_sums(name, start)
+            total[v] += field_sum
+            count[v] += field_count
+    for start in starts:
+        is_left[start : start + archive.shard_dates] = False
     left = evenly_spaced(np.flatnonzero(is_left), max(1, MOST_BYTES // (4 * total.size)))
     for _, fields in stream(archive, variables, left):
         valid = np.isfinite(fields)
@@ -231,56 +197,40 @@ def load_statistics(
 ) -> Statistics:
     """Return the statistics of a run, and write its dates and numbers to `path` at the first start.
 
-    trained: the statistics with which the run's weights were trained. Dates that were added to the data since
-    have no effect then. Raises DataError if the fields of the run's dates have changed, or are gone.
+    trained: the statistics with which the run's weights were trained, of which all digits are kept. Dates
+    that were added to the data since have no effect then. Raises DataError if the fields of the run's dates
+    have changed, or are gone.
     """
-    stored = read_statistics(path)
-    if trained and stored and {name: stored[name].tolist() for name in trained} == trained:
-        dates = np.flatnonzero(np.isin(archive.times, stored["dates"]))
-        if len(absent := np.setdiff1d(stored["dates"], archive.times)):
-            fix = "restore them, or take another job.dump_folder with checkpoint.initial_load_path"
-            raise DataError(
-                f"data.path lacks {len(absent)} dates that the run was trained on, the first {absent[0]}; "
-                f"{fix}"
-            )
-    statistics = Statistics.of(archive, variables, dates, step)
-    if trained:
-        return as_trained(statistics, variables, trained)
-    arrays: dict[str, Any] = {name: np.array(values) for name, values in statistics.numbers.items()}
-    with replacing(path) as file:
-        np.savez(file, dates=statistics.dates, **arrays)
-    return statistics
-
-
-def read_statistics(path: Path) -> dict[str, np.ndarray] | None:
-    """Return the stored dates and numbers, None if there are none or, with a warning, if the file is damaged.
-
-    Raises DataError for a folder.
-    """
+    assert isinstance(archive, TrainingStore), "runs train from stores"
+    stored: dict[str, np.ndarray] = {}
     if path.is_dir():
         raise DataError(f"{path}: is a folder; remove it, and the next start computes the statistics again")
     try:
-        with np.load(path) as stored:
-            return {name: stored[name] for name in ("mean", "std", "change_std", "dates")}
+        with np.load(path) as file:
+            stored = {name: file[name] for name in ("mean", "std", "change_std", "dates")}
     except FileNotFoundError:
-        return None
+        pass
     except DAMAGE as error:
         logger.warning("%s: is damaged, or of another version (%s)", path, type(error).__name__)
-        return None
-
-
-def as_trained(again: Statistics, variables: Sequence[str], numbers: Numbers) -> Statistics:
-    """Return recomputed statistics with all digits of those with which weights were trained.
-
-    Raises DataError if the fields of these dates have changed.
-    """
-    for name, values in again.numbers.items():
-        for variable, now, then, std in zip(variables, values, numbers[name], numbers["std"], strict=True):
+    other = "another job.dump_folder with checkpoint.initial_load_path"
+    if trained and stored and {name: stored[name].tolist() for name in trained} == trained:
+        dates = np.flatnonzero(np.isin(archive.times, stored["dates"]))
+        if len(absent := np.setdiff1d(stored["dates"], archive.times)):
+            reason = f"lacks {len(absent)} dates that the run was trained on, the first {absent[0]}"
+            raise DataError(f"data.path {reason}; restore them, or take {other}")
+    statistics = Statistics.of(archive, variables, dates, step)
+    if not trained:
+        mean, std, change_std = statistics.mean, statistics.std, statistics.change_std
+        with replacing(path) as partial:
+            np.savez(partial, dates=statistics.dates, mean=mean, std=std, change_std=change_std)
+        return statistics
+    for name, values in statistics.numbers.items():
+        for variable, now, then, std in zip(variables, values, trained[name], trained["std"], strict=True):
             if abs(now - then) > SAME * std:
                 raise DataError(
                     "data.path: the training dates are not those that the weights were trained on: "
                     f"{name} of {variable} is {now:.9g} here and was {then:.9g}; take the data and the dates "
-                    "that the run began with, or another job.dump_folder with checkpoint.initial_load_path"
+                    f"that the run began with, or {other}"
                 )
-    exact: dict[str, Any] = {name: np.asarray(values) for name, values in numbers.items()}
-    return replace(again, **exact)
+    mean, std, change_std = (np.asarray(trained[name]) for name in ("mean", "std", "change_std"))
+    return replace(statistics, mean=mean, std=std, change_std=change_std)

@@ -14,7 +14,7 @@ from errors import ConfigError, DataError, format_value
 
 
 class Variable(NamedTuple):
-    """Units, short names (the first is the label), CF's standard name (table 92) of a variable, and a range
+    """Units, short names, CF's standard name (table 92) of a variable, and a range
     that is wider than that of analyses on any level, in these units.
     """
 
@@ -79,7 +79,7 @@ ON_ONE_SURFACE: dict[str, tuple[Any, ...]] = {
 }
 UNKNOWN = Variable("", "")
 VARIABLES = {name: Variable(*row) for name, row in (ON_LEVELS | ON_ONE_SURFACE).items()}
-STANDARD_NAMES = {name: each.standard_name for name, each in VARIABLES.items() if each.standard_name}
+STANDARD_NAMES = {name: row.standard_name for name, row in VARIABLES.items() if row.standard_name}
 # Fields that can be 0 everywhere: a Zarr store without a chunk of them is complete.
 OFTEN_ZERO = set(
     """
@@ -99,7 +99,7 @@ LEVEL_WORDS = re.compile(r"hpa|isobaric|pressure|mbar|millibar|\bmb\b")
 CLASSES = {"soil_type", "type_of_high_vegetation", "type_of_low_vegetation", "tvh", "tvl", "land_cover"}
 # wgrib2's short names, in lower case.
 NCEP_NAMES = {"ugrd": "u", "vgrd": "v", "tmp": "t", "spfh": "q", "rh": "r", "vvel": "w", "prmsl": "msl"}
-SHORT_NAMES = {short: name for name, each in VARIABLES.items() for short in each.short_names.split()}
+SHORT_NAMES = {short: name for name, row in VARIABLES.items() for short in row.short_names.split()}
 
 
 def full_name(text: str) -> str:
@@ -140,10 +140,11 @@ def surface_or_level(text: str, siblings: Iterable[str], described: str = "") ->
         if words.search(described):
             return meaning
     named = [split_name(full_name(other)) for other in siblings if ":" in full_name(other)]
-    own = [level for base, level in named if base == SHORT_NAMES[match[1]] and level]
-    if any(level == number for _, level in named) or min(own, default=number) < number < max(own, default=0):
+    levels = [level for base, level in named if base == SHORT_NAMES[match[1]] and level]
+    is_in_gap = min(levels, default=number) < number < max(levels, default=0)
+    if is_in_gap or any(level == number for _, level in named):
         return on_level
-    if own and number != CUSTOMARY_HEIGHT:
+    if levels and number != CUSTOMARY_HEIGHT:
         raise DataError(
             f"{text!r} may be {name} or {on_level}; give it the attribute long_name, with metre or hPa in it"
         )
@@ -187,26 +188,26 @@ def usual_range(variable: str) -> tuple[float, float]:
     return VARIABLES.get(split_name(variable)[0], UNKNOWN).usual_range
 
 
-SPELLINGS = {  # of the data store, of GRIB, of NetCDF's older conventions; of units or of one factor
-    **dict.fromkeys(("(0 - 1)", "0-1", "~", "-", "dimensionless", "fraction"), "1"),
-    **dict.fromkeys(("kelvin", "degk", "deg_k", "degrees_kelvin", "degrees_k", "degree_k"), "K"),
-    **dict.fromkeys(("degc", "deg_c", "celsius", "degrees_celsius", "degree_celsius", "°c", "c"), "degC"),
-    **dict.fromkeys(("degrees_c", "degree_c"), "degC"),
-    **dict.fromkeys(("degf", "deg_f", "fahrenheit", "degrees_fahrenheit", "degree_fahrenheit", "°f"), "degF"),
-    **dict.fromkeys(("degrees_f", "degree_f"), "degF"),
-    **dict.fromkeys(("pa", "pascal", "pascals"), "Pa"),
-    **dict.fromkeys(("kpa", "kilopascal", "kilopascals"), "kPa"),
-    **dict.fromkeys(("mb", "mbar", "millibar", "millibars", "hpa", "hectopascal", "hectopascals"), "hPa"),
-    **dict.fromkeys(("kmh", "kph"), "km h-1"),
-    **dict.fromkeys(("knots", "knot", "kt", "kts"), "knot"),
-    **dict.fromkeys(("gpm", "meter", "metre", "metres", "meters", "m of water equivalent"), "m"),
-    **dict.fromkeys(("sec", "second", "seconds"), "s"),
-    **dict.fromkeys(("hr", "hour", "hours"), "h"),
-    **dict.fromkeys(("d", "days"), "day"),
-    **dict.fromkeys(("gram", "grams"), "g"),
-    "j": "J",
-    "percent": "%",
+# Of the data store, of GRIB, of NetCDF's older conventions; of units or of one factor.
+OTHER_SPELLINGS = {
+    "1": "(0 - 1), 0-1, ~, -, dimensionless, fraction",
+    "K": "kelvin, degk, deg_k, degrees_kelvin, degrees_k, degree_k",
+    "degC": "degc, deg_c, celsius, degrees_celsius, degree_celsius, °c, c, degrees_c, degree_c",
+    "degF": "degf, deg_f, fahrenheit, degrees_fahrenheit, degree_fahrenheit, °f, degrees_f, degree_f",
+    "Pa": "pa, pascal, pascals",
+    "kPa": "kpa, kilopascal, kilopascals",
+    "hPa": "mb, mbar, millibar, millibars, hpa, hectopascal, hectopascals",
+    "km h-1": "kmh, kph",
+    "knot": "knots, knot, kt, kts",
+    "m": "gpm, meter, metre, metres, meters, m of water equivalent",
+    "s": "sec, second, seconds",
+    "h": "hr, hour, hours",
+    "day": "d, days",
+    "g": "gram, grams",
+    "J": "j",
+    "%": "percent",
 }
+SPELLINGS = {text: ours for ours, texts in OTHER_SPELLINGS.items() for text in texts.split(", ")}
 FACTOR = re.compile(r"([/.*· ]*)([a-z°%]+)\^?([+-]?\d+)?", re.IGNORECASE)
 
 
@@ -282,18 +283,6 @@ def unit_conversion(variable: str, text: str) -> tuple[str, UnitConversion]:
     return ours or text, conversion
 
 
-def short_label(variable: str) -> str:
-    """Return a label for tables and plots: "geopotential:500" -> "z500", "2m_temperature" -> "t2m".
-
-    Wind at 10 hPa becomes "u10hPa", because "u10" is the wind 10 m above the ground. Unknown names are kept.
-    """
-    name, level = split_name(variable)
-    if name not in VARIABLES:
-        return variable
-    label = f"{VARIABLES[name].short_names.split()[0]}{'' if level is None else level}"
-    return label + "hPa" if SHORT_NAMES.get(label, name) != name else label
-
-
 def expand_levels(names: Iterable[str], levels: Sequence[int]) -> list[str]:
     """Return the names in order, with atmospheric variables without a level expanded to all `levels` (hPa).
 
@@ -301,16 +290,11 @@ def expand_levels(names: Iterable[str], levels: Sequence[int]) -> list[str]:
     """
     expanded = []
     for name, level in map(split_name, names):
-        own = levels if level is None and name in ON_LEVELS and levels else [level]
-        expanded += [join_name(name, each) for each in own]
+        chosen = levels if level is None and name in ON_LEVELS and levels else [level]
+        expanded += [join_name(name, number) for number in chosen]
     if twice := [name for name in expanded if expanded.count(name) > 1]:
         raise ConfigError(f"variable {twice[0]!r} is listed twice; name it once")
     return expanded
-
-
-def named_by(chosen: Iterable[str], names: Sequence[str]) -> list[str]:
-    """Return those of `names` that are chosen, in that order: by whole names, or all levels of one."""
-    return [name for choice in chosen for name in names if choice in (name, name.partition(":")[0])]
 
 
 def is_class(name: str, attrs: Mapping[str, Any]) -> bool:

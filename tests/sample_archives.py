@@ -9,7 +9,7 @@ import xarray as xr
 import zarr
 
 from datasets import convert
-from datasets.archive import Archive, open_archive
+from datasets.archive import Archive, TrainingStore, open_archive
 
 LEVELS = [500, 850, 1000]
 NAMES = [f"{name}:{level}" for name in ("geopotential", "temperature") for level in LEVELS] + [
@@ -272,7 +272,9 @@ def write(layout: Callable, tmp_path: Path, ds: xr.Dataset) -> Archive:
     return open_archive(layout(tmp_path, ds))
 
 
-def training_store(source: str, target: Path, *options: str) -> Archive:
+def training_store(source: str, target: Path, *options: str) -> TrainingStore:
     """Convert a source to a training store of float32, and open it."""
     assert convert.main([source, str(target), "--dtype", "float32", *options]) == 0
-    return open_archive(str(target))
+    store = open_archive(str(target))
+    assert isinstance(store, TrainingStore)
+    return store

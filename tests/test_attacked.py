@@ -16,7 +16,7 @@ from datasets.shards import register_codecs
 from datasets.statistics import Statistics
 from errors import ConfigError, DataError
 from planning.start_checks import open_checked
-from tests.sample_archives import analyses, weatherbench
+from tests.sample_archives import analyses, training_store, weatherbench
 from tests.started_jobs import write_config
 from training.config_checks import load_checked
 from verification.climatology import open_climatology
@@ -86,7 +86,7 @@ def test_hours_of_a_climatology_that_cannot_be_read_are_one_line(tmp_path):
 def test_a_variable_that_never_changes_is_said(tmp_path, caplog):
     ds = analyses()
     ds["2m_temperature"][:] = 280
-    archive = open_archive(weatherbench(tmp_path, ds))
+    archive = training_store(weatherbench(tmp_path, ds), tmp_path / "store")
     names, step = ["2m_temperature", "geopotential:500"], np.timedelta64(6 * 3600, "s")
     Statistics.of(archive, names, np.arange(5), step)
     assert caplog.text.count("in all cells") == 1 and "2m_temperature is 280 in all cells" in caplog.text

@@ -10,7 +10,7 @@ import tomli
 
 from command_line import to_toml
 from config import DEFAULT_CONFIG, PATHS, in_project
-from datasets.selection import SIMULATED_PATH
+from datasets.convert import SIMULATED_PATH
 from tests.started_jobs import ROOT, write_config
 from training.config_checks import load_checked
 

@@ -4,7 +4,6 @@ import os
 import re
 import subprocess
 import sys
-import tomllib
 from collections.abc import Callable
 from pathlib import Path
 
@@ -12,8 +11,7 @@ import numpy as np
 import pytest
 import xarray as xr
 
-from command_line import load_config
-from config import Data
+from config import Config
 from datasets import convert as conversion
 from datasets import source
 from datasets.convert import main as convert
@@ -36,51 +34,50 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(conversion, "SHARD_DATES", 4)
 
 
-def describe_section(path: str, capsys: pytest.CaptureFixture, *options: str) -> tuple[str, Data]:
-    """The text, and its section as a configuration has it."""
+def describe(source: Path | str, capsys: pytest.CaptureFixture, *options: str) -> tuple[int, str]:
+    """Return the exit code and the text."""
     capsys.readouterr()
-    main([path, *options])
-    text = capsys.readouterr().out
-    section = tomllib.loads(text[text.index("[data]") :])["data"]
-    file = Path(section["path"]).parent / "of_describe.toml"
-    return text, load_section(file, text[text.index("[data]") :])
+    code = main([str(source), *options])
+    return code, capsys.readouterr().out
 
 
-def load_section(file: Path, text: str) -> Data:
-    try:
-        file.write_text(text)
-    except OSError:  # real data lie where nothing is written
-        pytest.skip(f"{file.parent} is read-only")
-    return load_checked(["--job.config_file", str(file)]).data
+def section_of(text: str, file: Path, parent: str = "") -> Config:
+    """Return the configuration of the section in a text, checked as a run's."""
+    extends = f'extends = "train_configs/{parent}"\n\n' if parent else ""
+    file.write_text(extends + text[text.index("[data]") :])
+    return load_checked(["--job.config_file", str(file)])
 
 
-@pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: layout.__name__)
-def test_a_section_of_a_layout_is_accepted(
-    layout: Callable, tmp_path: Path, capsys: pytest.CaptureFixture
-) -> None:
+def find_problems(source: Path | str, capsys: pytest.CaptureFixture) -> tuple[int, list[str]]:
+    """Return the exit code and the rows of the table, of the values of all dates."""
+    code, text = describe(source, capsys, "--all")
+    return code, text.partition("problem ")[2].partition("values of")[0].splitlines()[1:]
+
+
+@pytest.mark.parametrize("layout", [*LAYOUTS, "a store"])
+def test_a_section_of_a_layout_is_accepted(layout: Callable | str, tmp_path: Path, capsys) -> None:
     """By the same checks as a run's."""
     (tmp_path / "in").mkdir()
-    text, data = describe_section(layout(tmp_path / "in", analyses()), capsys)
-    selection = open_selection(data, (1, 1), ())
-    assert set(selection.variables) >= set(NAMES) - {"land_sea_mask"}
+    if isinstance(layout, str):
+        path = str(tmp_path / "store")
+        assert convert([weatherbench(tmp_path / "in", analyses()), path]) == 0
+    else:
+        path = layout(tmp_path / "in", analyses())
+    text = describe(path, capsys)[1]
+    data = section_of(text, tmp_path / "a.toml").data
+    assert set(open_selection(data, (1, 1), ()).variables) >= set(NAMES) - {"land_sea_mask"}
     assert "6 x 8 points, latitude 75 to -75, longitude 0 to 315: the globe" in text
     assert "5 dates, 2019-12-31T06:00:00 to 2020-01-01T06:00:00, 6 hours apart" in text
+    if layout == "a store":
+        assert "float16" in text and data.static_variables == ("land_sea_mask",)
 
 
-def test_a_converted_store(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
-    """Types, levels and static fields."""
-    assert convert([weatherbench(tmp_path, analyses()), str(tmp_path / "out")]) == 0
-    text, data = describe_section(str(tmp_path / "out"), capsys)
-    assert "float16" in text
-    assert data.static_variables == ("land_sea_mask",)
-
-
-def test_gaps_and_a_selected_element(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
-    ds = analyses()[[T2M]].isel(time=[0, 1, 2, 4])
+def test_a_selected_element(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    ds = analyses()[[T2M]]
     members = xr.concat([ds, ds + 1], xr.DataArray([10, 11], dims="member", name="member"))
     members.to_netcdf(tmp_path / "m.nc", engine="h5netcdf")
-    text, data = describe_section(str(tmp_path / "m.nc"), capsys, "--select", "member=11")
-    assert "dates missing" in text and "2020-01-01T00:00:00" in text and data.select == ("member=11",)
+    text = describe(tmp_path / "m.nc", capsys, "--select", "member=11")[1]
+    assert section_of(text, tmp_path / "a.toml").data.select == ("member=11",)
     with pytest.raises(ConfigError, match="--al"):
         main([str(tmp_path / "m.nc"), "--alle"])
 
@@ -91,12 +88,9 @@ def test_leads_are_those_that_the_data_have(tmp_path, capsys, hours: int, dates:
     ds = waves(dates)
     ds["time"] = np.datetime64("2019-12-30", "ns") + hours * np.arange(dates) * np.timedelta64(1, "h")
     ds[[T2M]].to_netcdf(tmp_path / "m.nc", engine="h5netcdf")
-    main([str(tmp_path / "m.nc")])
-    text = capsys.readouterr().out
+    text = describe(tmp_path / "m.nc", capsys)[1]
     for parent in ["demo.toml", "demo_unet.toml", "vit1b_adamw.toml"]:
-        section = text[text.index("[data]") :]
-        (tmp_path / "a.toml").write_text(f'extends = "train_configs/{parent}"\n\n{section}')
-        config = load_config(["--job.config_file", str(tmp_path / "a.toml")])
+        config = section_of(text, tmp_path / "a.toml", parent)
         open_selection(config.data, (1, 1), config.validation.lead_hours)
         assert config.validation.lead_hours == leads and not config.data.static_variables
 
@@ -132,22 +126,10 @@ CASES = [
 ]
 
 
-def find_problems(path: str, capsys: pytest.CaptureFixture, *options: str) -> tuple[int, list[str]]:
-    """Return the exit code and the rows of the table."""
-    capsys.readouterr()
-    code = main([path, "--all", *options])
-    text = capsys.readouterr().out
-    table = text.partition("problem ")[2].partition("values of")[0]
-    return code, table.splitlines()[1:]
-
-
 @pytest.mark.parametrize("wrong, problem, first, count", CASES, ids=[case[1] for case in CASES])
-def test_a_problem_has_its_row(
-    wrong: Callable, problem: str, first: str, count: int, tmp_path: Path, capsys: pytest.CaptureFixture
-) -> None:
+def test_a_problem_has_its_row(wrong: Callable, problem, first, count, tmp_path: Path, capsys) -> None:
     wrong(waves()).to_netcdf(tmp_path / "a.nc", engine="h5netcdf")
-    code, rows = find_problems(str(tmp_path / "a.nc"), capsys)
-    (row,) = rows
+    code, (row,) = find_problems(tmp_path / "a.nc", capsys)
     assert code == 1 and row.startswith(problem) and row.split()[-1] == str(count) and first in row
 
 
@@ -157,39 +139,48 @@ def test_nothing_is_wrong(tmp_path: Path, capsys: pytest.CaptureFixture) -> None
     ds.isel(time=slice(0, 6)).to_netcdf(tmp_path / "a.nc", engine="h5netcdf")
     rest = ds.isel(time=slice(6, 12), latitude=slice(None, None, -1))
     rest.to_netcdf(tmp_path / "b.nc", engine="h5netcdf")
-    assert find_problems(str(tmp_path), capsys) == (0, [])
+    assert find_problems(tmp_path, capsys) == (0, [])
 
 
-def test_a_truncated_file_is_a_row_and_the_others_are_read(tmp_path: Path, capsys) -> None:
-    pattern = file_a_year(tmp_path, waves())
-    last = tmp_path / "era5_2020.nc"
+def truncated_file(folder: Path) -> str:
+    pattern = file_a_year(folder, waves())
+    last = folder / "era5_2020.nc"
     last.write_bytes(last.read_bytes()[:-2000])
-    code, rows = find_problems(pattern, capsys)
-    assert code == 1 and len(rows) == 1 and "era5_2020.nc" in rows[0]
+    return pattern
 
 
-def test_a_damaged_chunk_is_a_row(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
-    ds = waves()
-    encoding = {name: {"chunks": (1, 6, 8)} for name in ds.data_vars}
-    ds.to_zarr(tmp_path / "a.zarr", zarr_format=2, encoding=encoding)
-    chunk = tmp_path / "a.zarr" / T2M / "3.0.0"
+def damaged_chunk(folder: Path) -> str:
+    encoding = {name: {"chunks": (1, 6, 8)} for name in (T2M, "skt")}
+    waves().to_zarr(folder / "a.zarr", zarr_format=2, encoding=encoding)
+    chunk = folder / "a.zarr" / T2M / "3.0.0"
     chunk.write_bytes(chunk.read_bytes()[:20])
-    code, rows = find_problems(str(tmp_path / "a.zarr"), capsys)
-    assert code == 1 and len(rows) == 1 and "2019-12-30T18" in rows[0] and T2M in rows[0]
+    return str(folder / "a.zarr")
 
 
-def test_files_that_differ_are_rows(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
-    ds = waves()
-    ds.isel(time=slice(0, 7)).to_netcdf(tmp_path / "a.nc", engine="h5netcdf")
-    (ds.isel(time=slice(6, 12)) + 1).to_netcdf(tmp_path / "b.nc", engine="h5netcdf")
-    code, rows = find_problems(str(tmp_path), capsys)
-    assert code == 1 and all("different values at 2019-12-31T12" in row for row in rows) and len(rows) == 2
+def files_that_differ(folder: Path) -> str:
+    ds = waves()[[T2M]]
+    ds.isel(time=slice(0, 7)).to_netcdf(folder / "a.nc", engine="h5netcdf")
+    (ds.isel(time=slice(6, 12)) + 1).to_netcdf(folder / "b.nc", engine="h5netcdf")
+    return str(folder)
+
+
+@pytest.mark.parametrize(
+    ("source", "words"),
+    [
+        (truncated_file, ["era5_2020.nc"]),
+        (damaged_chunk, ["2019-12-30T18", T2M]),
+        (files_that_differ, ["different values at 2019-12-31T12"]),
+    ],
+)
+def test_damage_is_a_row_and_the_rest_is_read(source: Callable, words: list[str], tmp_path, capsys) -> None:
+    code, (row,) = find_problems(source(tmp_path), capsys)
+    assert code == 1 and all(word in row for word in words)
 
 
 def test_real_archives(capsys: pytest.CaptureFixture) -> None:
     """The problems that their README names, and no more."""
-    code, rows = find_problems(needs("gfs_winds_2026/gfs_winds_20260324-20260419_5.625deg.nc"), capsys)
-    assert code == 1 and len(rows) == 1 and "2026-04-08T00" in rows[0]
+    code, (row,) = find_problems(needs("gfs_winds_2026/gfs_winds_20260324-20260419_5.625deg.nc"), capsys)
+    assert code == 1 and "2026-04-08T00" in row
     _, rows = find_problems(needs("odd_data/storm_1996.nc"), capsys)
     assert [row.split()[-1] for row in rows] == ["1", "2", "1"]
     assert all(row.startswith("no value at all") for row in rows)
@@ -201,46 +192,36 @@ def test_cells_without_a_value_are_shown(tmp_path: Path, capsys: pytest.CaptureF
     ds = waves()
     ds[T2M] = ds[T2M].where(ds.latitude < 70)
     ds.to_netcdf(tmp_path / "a.nc", engine="h5netcdf")
-    assert find_problems(str(tmp_path / "a.nc"), capsys) == (0, [])
+    assert find_problems(tmp_path / "a.nc", capsys) == (0, [])
     ds["skt"] = ds["skt"].where((ds["skt"] < ds["skt"].max() - 2) | (ds.time > ds.time[7]))
     ds.to_netcdf(tmp_path / "b.nc", engine="h5netcdf")
-    main([str(tmp_path / "b.nc")])
-    rows = [
-        line for line in capsys.readouterr().out.splitlines() if line.strip().startswith(("2m_", "skin_"))
-    ]
-    assert "16.7 %" in rows[0] and "%" in rows[1]
-    code, rows = find_problems(str(tmp_path / "b.nc"), capsys)
-    assert code == 1 and len(rows) == 1 and "skin_temperature" in rows[0] and "missing cells" in rows[0]
+    lines = {line.split()[0]: line for line in describe(tmp_path / "b.nc", capsys)[1].splitlines() if line}
+    assert "16.7 %" in lines[T2M] and "%" in lines["skin_temperature"]
+    code, (row,) = find_problems(tmp_path / "b.nc", capsys)
+    assert code == 1 and "skin_temperature" in row and "missing cells" in row
 
 
 def test_missing_dates_are_ranges(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     """The first one alone was listed."""
     waves().isel(time=[0, 1, 5, 6, 8, 11]).to_netcdf(tmp_path / "a.nc", engine="h5netcdf")
-    _, (row,) = find_problems(str(tmp_path / "a.nc"), capsys)
+    _, (row,) = find_problems(tmp_path / "a.nc", capsys)
     ranges = "2019-12-30T12:00:00 to 2019-12-31T00:00:00, 2019-12-31T18:00:00, 2020-01-01T06:00:00 to"
     assert ranges in row and row.split()[-1] == "6"
 
 
-def test_units_that_are_assumed_and_names_that_are_unknown(tmp_path, capsys) -> None:
+def test_names_units_and_static_fields_that_are_odd(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     """Units that no file has were printed as if they were read."""
     ds = waves().rename(skt="U10M")
     ds[T2M].attrs["units"] = "K"
-    ds.assign(t=ds[T2M].drop_attrs()).to_netcdf(tmp_path / "a.nc", engine="h5netcdf")
-    main([str(tmp_path / "a.nc")])
-    text = capsys.readouterr().out
+    plane = ("latitude", "longitude"), np.full((6, 8), np.nan)
+    ds.assign(t=ds[T2M].drop_attrs(), lsm=plane).to_netcdf(tmp_path / "a.nc", engine="h5netcdf")
+    upper = ds[[T2M]].rename({T2M: "t"}).expand_dims(level=[500, 850], axis=1)
+    upper.to_netcdf(tmp_path / "b.nc", engine="h5netcdf")
+    text = describe(tmp_path, capsys)[1]
     lines = {line.split()[0]: line for line in text.splitlines() if line.strip()}
     assert "assumed" not in lines[T2M] and "K (assumed)" in lines["temperature"]
     assert "10m_u_component_of_wind" in text and "nearest known" in text
-
-
-def test_names_with_and_without_a_level_and_static_fields_without_values(tmp_path, capsys) -> None:
-    upper = waves().rename({T2M: "t"})[["t"]].expand_dims(level=[500, 850], axis=1)
-    upper.to_netcdf(tmp_path / "a.nc", engine="h5netcdf")
-    lower = waves().rename({T2M: "t"})[["t"]].assign(lsm=(("latitude", "longitude"), np.full((6, 8), np.nan)))
-    lower.to_netcdf(tmp_path / "b.nc", engine="h5netcdf")
-    main([str(tmp_path)])
-    text = capsys.readouterr().out
-    assert "with and without a level" in text and 'variables = ["temperature:500", "temperature:850"]' in text
+    assert "with and without a level" in text and '"temperature:500", "temperature:850"]' in text
     assert any("land_sea_mask" in line and "no value at all" in line for line in text.splitlines())
 
 

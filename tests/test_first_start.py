@@ -1,9 +1,9 @@
 """The first start of a run converts data.path to a training store, once; what can go wrong is one line."""
 
 import errno
-import json
 import os
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -13,9 +13,9 @@ import xarray as xr
 import evaluate
 import forecast
 from command_line import load_config
-from datasets import convert
-from datasets.archive import TrainingStore, open_archive
-from datasets.random_fields import RandomFields
+from datasets import convert, simulated
+from datasets.archive import Archive, TrainingStore, open_archive
+from datasets.simulated import RandomFields
 from errors import ConfigError, DataError, RunFailed
 from planning.start_checks import open_checked
 from tests.planned import run_train
@@ -79,12 +79,14 @@ def test_the_command_converts_what_the_configuration_reads(words):
     assert open_store(words).path == store.path
 
 
-def test_a_store_grows_with_its_source(words, source):
+def test_a_store_grows_with_its_source_and_keeps_dates_that_it_loses(words, source):
     assert len(open_store(words).times) == 40
     write_source(source, 47)
-    store = open_store(words)
-    np.testing.assert_array_equal(store.times, open_archive(str(source)).times)
-    np.testing.assert_array_equal(store.read(46, [U10]), open_archive(str(source)).read(46, [U10]))
+    store, exact = open_store(words), open_archive(str(source))
+    np.testing.assert_array_equal(store.times, exact.times)
+    np.testing.assert_array_equal(store.read(46, [U10]), exact.read(46, [U10]))
+    write_source(source, 30)
+    assert len(open_store(words).times) == 47
 
 
 @pytest.mark.parametrize(
@@ -106,12 +108,6 @@ def test_another_file_of_static_fields_is_refused_by_name(words, tmp_path, sourc
     write_source(tmp_path / "static.nc", mask=2.0)
     with pytest.raises(DataError, match=f"{LSM} is not what it was when it was converted"):
         open_store([*words, *more])
-
-
-def test_dates_that_the_source_has_lost_stay_in_the_store(words, source):
-    open_store(words)
-    write_source(source, 30)
-    assert len(open_store(words).times) == 40
 
 
 def test_a_conversion_that_was_interrupted_is_continued(words, source, monkeypatch):
@@ -145,6 +141,15 @@ def test_a_full_disk_is_one_line_and_the_next_start_continues(words, monkeypatch
     assert len(open_store(words).times) == 40
 
 
+def test_a_source_that_cannot_be_read_is_not_the_disk_of_the_store(source, tmp_path, monkeypatch):
+    def fail(*arguments) -> None:
+        raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
+
+    monkeypatch.setattr(Archive, "read_block", fail)
+    with pytest.raises(DataError, match="cannot read .*source.nc.*Stale file handle.*continues"):
+        convert.main([str(source), str(tmp_path / "own.zarr")])
+
+
 def test_two_runs_that_ask_for_the_same_store_at_once(words, start_job, tmp_path):
     """One converts, the other one waits, or finds it done."""
     jobs = [start_job(Path(words[1]), tmp_path / f"run{number}") for number in range(2)]
@@ -165,13 +170,11 @@ def test_what_a_first_start_refuses(words, tmp_path, monkeypatch):
     monkeypatch.setattr(convert, "LARGEST_FIRST_START", 1000)
     with pytest.raises(ConfigError, match="data.path.*0 GiB; convert it first.*datasets.convert"):
         open_store(words)
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(ConfigError, match="data.path.*several processes.*datasets.convert"):
-        open_store(words)
-    monkeypatch.delenv("WORLD_SIZE")
-    monkeypatch.setenv("NNODES", "2")
-    with pytest.raises(ConfigError, match="data.path.*several processes.*datasets.convert"):
-        open_store(words)
+    for name in ("WORLD_SIZE", "NNODES"):
+        with monkeypatch.context() as patch:
+            patch.setenv(name, "2")
+            with pytest.raises(ConfigError, match="data.path.*several processes.*datasets.convert"):
+                open_store(words)
     assert not (tmp_path / "stores/a.zarr").exists()
 
 
@@ -186,6 +189,7 @@ def test_a_store_of_other_settings_is_refused_by_name(words, tmp_path, monkeypat
         (["--data.static_path", str(tmp_path / "source.nc")], "data.static_path"),
         (["--data.path", str(tmp_path / "other.nc")], "data.path"),
         (["--data.train_period", '["2020-01-01", "2020-01-10"]'], "data.train_period"),
+        (["--data.step_hours", "12"], "data.step_hours"),  # its moments are of changes over 6 hours
     ):
         with pytest.raises(ConfigError, match=f"^{key} = .*stores/a.zarr' was begun with"):
             open_store([*words, *options])
@@ -213,17 +217,16 @@ def test_ranks_train_from_a_store_with_other_static_fields(words, source, tmp_pa
         assert selection.static[LSM].max() == 2
 
 
-def test_static_fields_with_a_time_axis_are_compared(words, source):
+def test_static_fields_with_a_time_axis_are_compared(words, source, tmp_path):
     def write(mask: float) -> None:
-        ds = small_dataset({U10: small_wave(40), LSM: np.full((40, 6, 8), mask, "f4")})
+        ds = small_dataset({LSM: np.full((40, 6, 8), mask, "f4")})
         ds[LSM].attrs["units"] = "1"
-        for name in (U10, LSM):
-            ds[[name]].to_netcdf(source.parent / f"{name}.new", engine="h5netcdf")
-            if name == LSM or not (source.parent / "in" / f"{name}.nc").exists():
-                os.replace(source.parent / f"{name}.new", source.parent / "in" / f"{name}.nc")
+        ds.to_netcdf(tmp_path / "mask.new", engine="h5netcdf")
+        os.replace(tmp_path / "mask.new", tmp_path / "in/mask.nc")
 
-    (source.parent / "in").mkdir()
-    words = [*words, "--data.path", str(source.parent / "in")]
+    (tmp_path / "in").mkdir()
+    small_dataset({U10: small_wave(40)}).to_netcdf(tmp_path / "in/wind.nc", engine="h5netcdf")
+    words = [*words, "--data.path", str(tmp_path / "in")]
     write(1.0)
     open_store(words)
     write(0.5)
@@ -263,6 +266,30 @@ def test_random_fields_are_a_function_of_date_and_variable(words, tmp_path):
         evaluate.run(config, evaluate.parse_options([])[0])
 
 
+def test_random_fields_of_a_region_and_of_a_validation_period_alone(words):
+    """The region was the globe, and all dates were of the validation."""
+    more = ["--data.path", "random", "--data.grid_shape", "[6, 8]", "--data.region", "[60, 350, 10, 20]"]
+    more += ["--data.train_period", "[]", "--data.validation_period", '["2020-01-01", "2020-01-31"]']
+    selection = open_checked(load_config([*words, *more]))
+    assert not selection.archive.grid.periodic and selection.archive.grid.shape == (6, 8)
+    assert selection.archive.grid.latitude[[0, -1]].tolist() == [60, 10]
+    assert len(selection.train) == 4 * 365 and len(selection.validation) == 4 * 31
+
+
+def test_a_region_of_simulated_weather_is_a_store_of_its_own(words, tmp_path, monkeypatch):
+    """It was read from the store of the globe, and as slowly as foreign files."""
+    monkeypatch.setattr(convert, "SIMULATED_PATH", str(tmp_path / "simulated.zarr"))
+    monkeypatch.setattr(simulated, "NUM_YEARS", 1)
+    monkeypatch.setattr(simulated, "NUM_DAYS", 3)
+    monkeypatch.setattr(simulated, "DEFAULTS", replace(simulated.DEFAULTS, spin_up_days=0))
+    more = ["--data.path", "simulated", "--data.train_period", "[]", "--data.validation_period", "[]"]
+    more += ["--data.variables", '["geopotential:300"]', "--data.region", "[60, 0, 0, 90]"]
+    store = open_store([*words, *more])
+    assert store.path == str(tmp_path / "stores/a.zarr") and store.grid.shape == (11, 17)
+    exact = open_archive(str(tmp_path / "simulated.zarr"), region=(60, 0, 0, 90))
+    np.testing.assert_array_equal(store.read(5, store.variables), exact.read(5, store.variables))
+
+
 def test_the_largest_configuration_is_refused_without_a_request(tmp_path, monkeypatch):
     """Its path is one that a user has to name."""
     monkeypatch.setattr(convert, "open_archive", lambda *_: pytest.fail("opened"))
@@ -271,13 +298,6 @@ def test_the_largest_configuration_is_refused_without_a_request(tmp_path, monkey
 
 
 def test_a_forecast_without_a_checkpoint_is_refused_before_weather_is_simulated(tmp_path, monkeypatch):
-    monkeypatch.setattr("datasets.selection.ensure_simulated", lambda *_: pytest.fail("simulated"))
+    monkeypatch.setattr("datasets.convert.write_simulated", lambda *_: pytest.fail("simulated"))
     with pytest.raises(ConfigError, match="job.dump_folder.*no checkpoint there"):
         forecast.open_data(load_config(["--job.dump_folder", str(tmp_path)]))
-
-
-def test_the_store_says_what_it_has(words):
-    store = Path(open_store(words).path)
-    attributes = json.loads((store / "zarr.json").read_text())["attributes"]
-    assert attributes["complete"] and attributes["options"]["variables"] == [U10]
-    shutil.rmtree(store)

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from datasets.forcings import FORCINGS, SOLAR_CONSTANT, check_forcings, compute_forcings, sun_position
+from datasets.conditions import FORCINGS, SOLAR_CONSTANT, check_forcings, compute_forcings, sun_position
 
 LATITUDE = torch.arange(-89.5, 90, 1.0, dtype=torch.float64)
 LONGITUDE = torch.arange(0, 360, 2.0, dtype=torch.float64)

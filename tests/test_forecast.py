@@ -12,7 +12,7 @@ import xarray as xr
 from torch import Tensor
 
 import forecast
-from datasets.forcings import compute_forcings
+from datasets.conditions import compute_forcings
 from errors import UserError
 from tests.forecasts import plain_forecast
 from tests.planned import run_forecast, run_main, run_train

@@ -79,9 +79,9 @@ def test_flops_are_those_of_torchs_counter(tmp_path):
 
 
 class SlowDataset(FieldDataset):
-    def seconds(self, dates):  # once a batch, in the thread that takes it
+    def read(self, *arguments, **options):  # once a batch, in the thread that takes it
         time.sleep(STALL)
-        return super().seconds(dates)
+        return super().read(*arguments, **options)
 
 
 def run_with_stalls(folder: Path, *options: str) -> Path:

@@ -11,7 +11,7 @@ import pytest
 import torch
 import xarray as xr
 
-from datasets import simulated
+from datasets import convert, simulated
 from datasets.archive import TrainingStore, open_archive
 from datasets.simulated import (
     DEFAULTS,
@@ -22,9 +22,9 @@ from datasets.simulated import (
     TRUNCATION,
     SphericalHarmonics,
     TwoLayerModel,
-    ensure_simulated,
     simulate,
 )
+from errors import ConfigError
 
 INVISCID = replace(  # motion only: the tendencies of all other processes are exactly zero
     DEFAULTS,
@@ -217,18 +217,17 @@ def test_a_seed_is_a_record() -> None:
 def test_what_is_no_simulated_data_is_left_alone(tmp_path: Path) -> None:
     precious = tmp_path / "era5.zarr"
     precious.mkdir()
-    with pytest.raises(ValueError, match="not simulated data"):
-        ensure_simulated(precious)
+    with pytest.raises(ConfigError, match="not simulated data"):
+        convert.write_simulated(precious)
     assert precious.exists()
 
 
-def test_ensure_simulated_writes_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog) -> None:
-    monkeypatch.setattr(simulated, "NUM_YEARS", 1)
-    monkeypatch.setattr(simulated, "NUM_DAYS", 2)
-    monkeypatch.setattr(simulated, "DEFAULTS", replace(DEFAULTS, spin_up_days=0))
+def test_the_record_is_written_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog) -> None:
+    for name, value in (("NUM_YEARS", 1), ("NUM_DAYS", 2), ("DEFAULTS", replace(DEFAULTS, spin_up_days=0))):
+        monkeypatch.setattr(simulated, name, value)
     path = tmp_path / "new" / "simulated.zarr"
-    with caplog.at_level(logging.INFO, logger="datasets.simulated"):
-        callers = [threading.Thread(target=ensure_simulated, args=(path,)) for _ in range(3)]
+    with caplog.at_level(logging.INFO, logger="datasets.convert"):
+        callers = [threading.Thread(target=convert.write_simulated, args=(path,)) for _ in range(3)]
         for caller in callers:
             caller.start()
         for caller in callers:
@@ -238,13 +237,12 @@ def test_ensure_simulated_writes_once(tmp_path: Path, monkeypatch: pytest.Monkey
     assert isinstance(open_archive(str(path)), TrainingStore)
     stored = xr.open_zarr(path, consolidated=True).load()
     with monkeypatch.context() as patch:  # on a disk that is only read
-        patch.setattr(simulated.fcntl, "flock", lambda *_: pytest.fail("locked"))
-        assert ensure_simulated(path) == path
-        patch.setattr(simulated, "STORE_VERSION", -1)  # of a store that this version does not read
+        patch.setattr(convert.fcntl, "flock", lambda *_: pytest.fail("locked"))
+        convert.write_simulated(path)
+        patch.setattr(convert, "VERSION", -1)  # of a store that this version does not read
         with pytest.raises(pytest.fail.Exception, match="locked"):
-            ensure_simulated(path)
+            convert.write_simulated(path)
 
-    ensure_simulated(path, seed=1)  # other parameters: replaced
-    changed = xr.open_zarr(path).load()
-    assert changed.attrs[simulated.FINGERPRINT] != stored.attrs[simulated.FINGERPRINT]
-    assert not np.array_equal(changed.geopotential_300, stored.geopotential_300)
+    monkeypatch.setattr(simulated, "DEFAULTS", replace(DEFAULTS, spin_up_days=0, saturation=20.0))
+    convert.write_simulated(path)  # other parameters: replaced
+    assert not np.array_equal(xr.open_zarr(path).total_column_water_vapour, stored.total_column_water_vapour)

@@ -3,14 +3,10 @@
 import pytest
 
 from datasets.variables import (
-    ON_LEVELS,
-    ON_ONE_SURFACE,
     expand_levels,
     full_name,
     join_name,
-    named_by,
     nearest_name,
-    short_label,
     split_name,
     units,
 )
@@ -58,26 +54,6 @@ def test_units():
     assert units("geopotential:500") == "m2 s-2" and units("2m_temperature") == "K" and units("snowman") == ""
 
 
-def test_labels():
-    wanted = {
-        "geopotential:500": "z500",
-        "2m_temperature": "t2m",
-        "10m_u_component_of_wind": "u10",
-        "u_component_of_wind:10": "u10hPa",
-        "u_component_of_wind:1000": "u1000",
-        "mean_sea_level_pressure": "msl",
-        "sea_ice_cover": "siconc",
-        "snowman:500": "snowman:500",
-    }
-    assert {name: short_label(name) for name in wanted} == wanted
-
-
-def test_labels_are_unique():
-    names = [join_name(name, level) for name in ON_LEVELS for level in (2, 10, 24, 100, 500)]
-    names += list(ON_ONE_SURFACE)
-    assert len({short_label(name) for name in names}) == len(names)
-
-
 def test_expand_levels():
     names = ["2m_temperature", "geopotential", "temperature:1000"]
     expanded = ["2m_temperature", "geopotential:500", "geopotential:850", "temperature:1000"]
@@ -89,12 +65,6 @@ def test_expand_levels():
         expand_levels(["geopotential"], [500, 850, 500])
     with pytest.raises(ValueError, match="'z:low' is not a name"):
         expand_levels(["z:low"], [500])
-
-
-def test_named_by():
-    names = ["geopotential:500", "2m_temperature", "geopotential:850"]
-    assert named_by(["2m_temperature", "geopotential"], names) == [names[1], names[0], names[2]]
-    assert named_by(["geopotential:850", "snow"], names) == [names[2]] and named_by([], names) == []
 
 
 @pytest.mark.parametrize(

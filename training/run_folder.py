@@ -18,10 +18,10 @@ import torch
 import torch.distributed as dist
 
 from checkpoints.checkpointer import Checkpointer
-from checkpoints.identity import check_resume, describe, plain, with_defaults
+from checkpoints.identity import NEW_RUN, check_resume, describe, plain, with_defaults
 from command_line import to_toml
 from config import Config
-from datasets.options import check_disjoint
+from datasets.options import parse_period
 from datasets.selection import Selection
 from datasets.statistics import Numbers, Statistics
 from errors import ConfigError, RunFailed, format_value, refuse
@@ -74,12 +74,12 @@ class RunFolder:
         trained = self.settings_before.get("data.train_period")
         if self.before and trained:
             data = self.config.data
+            start, end = parse_period("data.train_period", trained) or ()
             for name in ("validation_period", "test_period"):
-                periods = {
-                    "data.train_period of the start before": trained,
-                    f"data.{name}": getattr(data, name),
-                }
-                check_disjoint(periods)
+                span = parse_period(f"data.{name}", period := getattr(data, name))
+                if span and span[0] <= end and start <= span[1]:
+                    reason = f"it overlaps data.train_period = {trained}, which the run was trained on"
+                    refuse(f"data.{name}", list(period), f"{reason}; move it, or {NEW_RUN}")
 
     def begin(self, step: int, layout: dict[str, int]) -> None:
         """Write the configuration, and a line of starts.jsonl: first step, place, time, and the settings that
