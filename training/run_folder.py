@@ -10,7 +10,7 @@ import uuid
 from datetime import UTC, datetime
 from hashlib import sha256
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, cast
 
 import numpy as np
 import tomli
@@ -74,7 +74,7 @@ class RunFolder:
         trained = self.settings_before.get("data.train_period")
         if self.before and trained:
             data = self.config.data
-            start, end = parse_period("data.train_period", trained) or ()
+            start, end = cast(tuple[datetime, datetime], parse_period("data.train_period", trained))
             for name in ("validation_period", "test_period"):
                 span = parse_period(f"data.{name}", period := getattr(data, name))
                 if span and span[0] <= end and start <= span[1]:
