@@ -194,7 +194,9 @@ def open_forecasts(
     """
     forecasts: dict[str, StoredForecast] = {}
     for text in texts or [f"model={folder / 'forecast.zarr'}"]:
-        name, _, path = text.rpartition("=")
+        is_path = "://" in text.partition("=")[0] or Path(text).exists()  # which may have a "=" in it
+        name, path = ("", text) if is_path else text.partition("=")[::2]
+        name, path = (name, path) if path else ("", name)
         name = name or Path(path).name.removesuffix(".zarr").removesuffix(".nc")
         if "://" not in path and not Path(path).exists():
             raise ConfigError(f"--forecast {path!r}: does not exist; run forecast.py, or name another")

@@ -15,11 +15,13 @@ import pytest
 import torch
 import torch.distributed as dist
 
+import evaluate
 from checkpoints import checkpointer as saving
 from checkpoints import files
 from checkpoints.checkpointer import find_undamaged
 from checkpoints.files import Unreadable, clear_leftovers, complete_steps, prune, step_folder
 from config import Config, Optimizer
+from datasets.remote import NO_OPTIONS
 from errors import EXIT_SAVED, ConfigError, RunFailed
 from jobs import torchrun
 from jobs.heartbeat import activity
@@ -312,3 +314,14 @@ def test_stages_of_a_pipeline_draw_numbers_of_their_own():
         seed_step(3, 7, 0, stage)
         drawn.append(torch.rand(4).tolist())
     assert drawn[0] == drawn[2] != drawn[1]
+
+
+def test_a_run_folder_with_an_equals_sign_is_evaluated(tmp_path, monkeypatch):
+    """The name of a forecast ended at the last one: '0.1/forecast.zarr' does not exist."""
+    path = tmp_path / "lr=0.1/forecast.zarr"
+    path.mkdir(parents=True)
+    opened = lambda path, *_: SimpleNamespace(path=path, status=None, checkpoint="")  # noqa: E731
+    monkeypatch.setattr(evaluate, "open_forecast", opened)
+    for texts, name in (([], "model"), ([str(path)], "forecast"), ([f"mine={path}"], "mine")):
+        found = evaluate.open_forecasts(texts, path.parent, {}, NO_OPTIONS)
+        assert {key: str(stored.path) for key, stored in found.items()} == {name: str(path)}

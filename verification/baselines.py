@@ -133,10 +133,12 @@ class Baseline:
     def read_block(self, dates: slice, leads: slice, variables: Sequence[str]) -> np.ndarray:
         """Return (n, k, V, H, W) float32; NaN for dates without an analysis."""
         shape = (dates.stop - dates.start, leads.stop - leads.start, len(variables), *self.grid.shape)
-        out = np.full(shape, np.nan, np.float32)
+        out = np.empty(shape, np.float32)
         for row, time in enumerate(self.times[dates]):
+            column = -1
             for column, fields in enumerate(self.fields(time, leads, variables)):
                 out[row, column] = fields
+            out[row, column + 1 :] = np.nan
         return out
 
 

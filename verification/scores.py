@@ -107,16 +107,21 @@ class RegionMeans:
         Uses plain sums, because their order does not depend on the number of threads. A matrix product took
         ten times as long, and its last bits depended on the alignment of memory.
         """
-        along = [sum(fields[..., part].sum(dim=-1) for part in parts) for parts in self.stretches]
-        return (torch.stack([along[k] for k in self.column_of], dim=-1) * self.rows).sum(dim=-2)
+        return (self._over_longitude(fields) * self.rows).sum(dim=-2)
 
-    def __call__(self, fields: Tensor, truth: Tensor) -> Tensor:
-        """Return means (S, V, R) of float64 fields (S, V, H, W) over cells where the truth (V, H, W) has a
+    def _over_longitude(self, fields: Tensor) -> Tensor:
+        along = [sum(fields[..., part].sum(dim=-1) for part in parts) for parts in self.stretches]
+        return torch.stack([along[k] for k in self.column_of], dim=-1)  # (..., H, R)
+
+    def __call__(self, fields: Sequence[Tensor], truth: Tensor) -> Tensor:
+        """Return means (S, V, R) of S float64 fields (V, H, W) over cells where the truth (V, H, W) has a
         value: NaN without such a cell, infinite where a field is not finite in one of them.
         """
-        totals = self.total(fields)
+        # Only these sums are stacked: a stack of fields takes longer than their arithmetic.
+        totals = (torch.stack([self._over_longitude(field) for field in fields]) * self.rows).sum(dim=-2)
         if torch.isfinite(totals).all():
             return totals / self.weight  # 0 / 0 in a region without a cell
+        fields = torch.stack(list(fields))
         # Cells are divided into valid, missing and broken ones only here, where sums are not finite.
         valid = torch.isfinite(truth)
         broken = valid & ~torch.isfinite(fields)
@@ -153,20 +158,20 @@ def date_statistics(
         if climatology is not None:
             normal = climatology[block].double()
             expected, known = exact - normal, torch.where(torch.isnan(normal), torch.nan, exact)
-            values[:, first + 2, block] = mean((expected * expected)[None], known)[0]
+            values[:, first + 2, block] = mean([expected * expected], known)[0]
         for f, forecast in enumerate(forecasts):
             members = forecast[..., block, :, :]
             is_ensemble = members.ndim > exact.ndim
             state = members.double().mean(dim=0) if is_ensemble else members.double()
             error = state - exact
-            values[f, : len(ERRORS), block] = mean(torch.stack([error * error, error.abs(), error]), exact)
+            values[f, : len(ERRORS), block] = mean([error * error, error.abs(), error], exact)
             if climatology is not None:
                 anomaly = state - normal
                 fields = [anomaly * expected, anomaly * anomaly]
-                values[f, first : first + 2, block] = mean(torch.stack(fields), known)
+                values[f, first : first + 2, block] = mean(fields, known)
             if is_ensemble:
                 fields = [fair_crps(members, exact), members.double().var(dim=0, correction=1)]
-                values[f, -len(ENSEMBLE) :, block] = mean(torch.stack(fields), exact)
+                values[f, -len(ENSEMBLE) :, block] = mean(fields, exact)
     return values
 
 
