@@ -121,11 +121,11 @@ class RegionMeans:
         totals = (torch.stack([self._over_longitude(field) for field in fields]) * self.rows).sum(dim=-2)
         if torch.isfinite(totals).all():
             return totals / self.weight  # 0 / 0 in a region without a cell
-        fields = torch.stack(list(fields))
+        stacked = torch.stack(list(fields))
         # Cells are divided into valid, missing and broken ones only here, where sums are not finite.
         valid = torch.isfinite(truth)
-        broken = valid & ~torch.isfinite(fields)
-        means = self.total(torch.where(valid & ~broken, fields, 0.0)) / self.total(valid.double())
+        broken = valid & ~torch.isfinite(stacked)
+        means = self.total(torch.where(valid & ~broken, stacked, 0.0)) / self.total(valid.double())
         return torch.where(self.total(broken.double()) > 0, torch.inf, means)
 
 
