@@ -82,7 +82,7 @@ def test_a_run_leaves_what_the_contract_names_and_learns(config_file, tmp_path):
     assert {"data", "forward", "backward", "optimizer", "checkpoint"} <= names
     plots = {path.stem for path in (tmp_path / "run/plots").iterdir()}
     assert plots == {"loss", "rmse", "maps"}
-    assert complete_steps(tmp_path / "run/checkpoints") == [150]
+    assert complete_steps(tmp_path / "run/checkpoints") == [100, 150]  # 100: before its validation
     steps = [r for r in records if "loss" in r]
     assert [r["step"] for r in steps] == list(range(1, 151)) and list(steps[0])[: len(CONTRACT)] == CONTRACT
     validations = [r for r in records if "val/loss" in r]
