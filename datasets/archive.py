@@ -1,6 +1,8 @@
 """Analyses (ERA5 and similar) on one grid, from any kind and number of files.
 
-An array may contain all levels, or each variable or year may have its own file.
+An array may contain all levels, or each variable or year may have its own file. An archive is no Dataset of
+xarray, which joins files lazily through dask alone: six variables on 13 levels of 93,000 dates, a chunk each,
+took 79 s and 6.8 GiB to open, and seconds for each field.
 """
 
 import hashlib
