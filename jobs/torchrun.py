@@ -42,6 +42,7 @@ from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCP
 from torch.distributed.run import parse_args, run
 
 BACKEND = "rossby"
+DEBIANS_HOST = "127.0.1.1"  # of the host itself in /etc/hosts, where its address is not fixed
 JOIN_SECONDS = 900  # longest time that the nodes of a job wait for each other
 
 
@@ -101,9 +102,9 @@ def run_ranks(argv: list[str]) -> int:
     host = args.rdzv_endpoint.rpartition(":")[0]
     is_name = not re.fullmatch(r"localhost|[\d.]+|.*:.*", host)
     if args.node_rank == 0 and args.nnodes != "1" and is_name:
-        with suppress(OSError):  # Debian names the host itself 127.0.1.1 in /etc/hosts
-            if (address := socket.gethostbyname(host)).startswith("127."):
-                reason = f"on this node {host} is {address}, which no other node reaches"
+        with suppress(OSError):
+            if socket.gethostbyname(host) == DEBIANS_HOST:
+                reason = f"on this node {host} is {DEBIANS_HOST}, which no other node reaches (/etc/hosts)"
                 refuse("RDZV_ENDPOINT", args.rdzv_endpoint, f"{reason}; name another address")
     try:
         run(args)
