@@ -91,7 +91,8 @@ def train(config: Config, watchdog: Watchdog | None = None) -> None:
     )
 
     # -- the loop, which waits for the device only on logging and saving steps
-    schedule, rollouts, stop = Schedule.of(config), Rollouts.of(training), ""  # stop: why the run ends early
+    schedule, rollouts = Schedule.of(config), Rollouts.of(training)
+    stop = ""  # why the run ends before its last step
     gc.disable()  # collections are scheduled: at a random time one would delay a rank while the others wait
     model.train()
     with profiler, agreement:

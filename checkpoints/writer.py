@@ -140,9 +140,8 @@ class ProcessGroupInfo:
         logging.disable(logging.WARNING)  # torch logs every request and tensor; errors go to the trainer
         # When the trainer has ended, multiprocessing would print the EOFError of its pipe.
         sys.stderr = open(os.devnull, "w")
-        ctypes.CDLL(None).prctl(
-            1, signal.SIGKILL
-        )  # PR_SET_PDEATHSIG: it ends with the thread that started it
+        # PR_SET_PDEATHSIG: this process ends with the thread that has started it.
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)
         threading.Thread(target=end_with, args=(self.trainer,), daemon=True).start()
         os.nice(10)  # training goes first
         torch.set_num_threads(1)

@@ -169,32 +169,30 @@ def flatten(values: dict[str, dict[str, Any]]) -> dict[str, Any]:
 
 
 def read_settings(file: Path) -> dict[str, Any]:
-    """Return the settings of the start before, {} without a file that can be read."""
+    """Return the settings of the start before, {} without a file, and with a warning for a damaged one."""
     try:
         return flatten(with_defaults(tomli.loads(file.read_text())))
-    except (OSError, ValueError, TypeError):
+    except FileNotFoundError:
+        return {}
+    except (ValueError, TypeError) as error:
+        logger.warning("%s: is damaged (%s): changed settings are not listed", file, error)
         return {}
 
 
 def compare_ranks(config: Config, selection: Selection) -> None:
     """Raise ConfigError on all ranks where one has other settings or data than rank 0."""
-    archive = selection.archive
-    dates = [
-        archive.times[rows].astype(np.int64).tobytes() for rows in (selection.train, selection.validation)
-    ]
-    first = archive.read(int(selection.train[0]), selection.variables).tobytes()
-    mine = flatten(plain(config)) | {
-        "the data of data.path": sha256(b"".join([*dates, first])).hexdigest()[:16]
-    }
+    archive, digest = selection.archive, sha256()
+    for rows in (selection.train, selection.validation):
+        digest.update(archive.times[rows].astype(np.int64).tobytes())
+    digest.update(archive.read(int(selection.train[0]), selection.variables).tobytes())
+    mine = flatten(plain(config)) | {"the data of data.path": digest.hexdigest()[:16]}
     settings: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(settings, mine)
     for rank, theirs in enumerate(settings):
         for key in settings[0]:
             if theirs.get(key) != settings[0][key]:
                 reason = f"on rank {rank}, and {format_value(settings[0][key])} on rank 0"
-                refuse(
-                    key, theirs.get(key), f"{reason}: start all ranks with the same configuration and data"
-                )
+                refuse(key, theirs.get(key), f"{reason}: start all ranks with the same settings and data")
 
 
 def check_shared(folder: Path) -> None:
@@ -208,10 +206,8 @@ def check_shared(folder: Path) -> None:
         while not (file.is_file() and file.read_text() == token):
             if time.monotonic() > deadline:
                 place = f"rank {dist.get_rank()} on {socket.gethostname()}"
-                reason = (
-                    f"{place} does not see what rank 0 on {host} writes; name a folder that all nodes share"
-                )
-                refuse("job.dump_folder", str(folder), reason)
+                reason = f"{place} does not see what rank 0 on {host} writes"
+                refuse("job.dump_folder", str(folder), f"{reason}; name a folder that all nodes share")
             time.sleep(0.2)
 
     try:
