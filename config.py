@@ -200,7 +200,9 @@ class Model:
         False, "ViT: normalize queries and keys per head, for stability at large learning rates."
     )
     stochastic_depth: Annotated[float, Range(0.0, 0.9)] = option(
-        0.0, "ViT: probability of skipping the last block for a sample; it grows linearly with depth."
+        0.0,
+        "ViT: probability of skipping a branch of the last block for a sample in training; 0 in the first "
+        "block, linear in between. Which ones depends on seed, step and date, not on the layout.",
     )
     attention_backend: Literal["auto", "sdpa", "cudnn", "flash", "flash3", "flash4", "flash_attn", "math"] = (
         option(

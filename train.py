@@ -33,7 +33,7 @@ from training.assembly import Fields, assemble
 from training.batches import Batches, choose_global_batch
 from training.due import Rollouts, Schedule
 from training.metrics import Metrics
-from training.process_settings import retain_memory, seed_step, set_determinism
+from training.process_settings import retain_memory, set_determinism
 from training.profiler import Profiler
 from training.restart import Restart, load_or_start
 from training.run_folder import RunFolder
@@ -99,7 +99,6 @@ def train(config: Config, watchdog: Watchdog | None = None) -> None:
         while progress.step < training.steps and not stop:
             step = progress.step + 1
             activity.start_phase("stage" if rollouts.begins_stage(step) else "train", step)
-            seed_step(training.seed, step, mesh.dp_rank, mesh.rank("pp"))
             result = train_step(run, step, batches)
             progress.advance(global_batch)
             metrics.count_step()

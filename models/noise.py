@@ -1,7 +1,8 @@
-"""Gaussian noise as input channels: the difference between the members of an ensemble.
+"""Random numbers of samples: Gaussian noise as input channels, which is the difference between the members of
+an ensemble, and the branches that stochastic depth drops.
 
-Noise is a hash of int64 keys on the device. A generator would have to be seeded by the host, which would wait
-for the device, and would draw different numbers on a GPU and on a CPU.
+Numbers are a hash of int64 keys on the device. A generator would have to be seeded by the host, which would
+wait for the device, and would draw different numbers on a GPU and on a CPU.
 
 Shapes: B states, M members of an ensemble, N channels, H latitudes, W longitudes, h x w blocks of the grid.
 """
@@ -18,6 +19,7 @@ FINE, COARSE = 4, 16
 GOLDEN = 0x9E3779B97F4A7C15 - 2**64  # as int64, the integer type of torch: products wrap around
 FACTORS = ((30, 0xBF58476D1CE4E5B9 - 2**64), (27, 0x94D049BB133111EB - 2**64))
 BITS = 24  # of a uniform number: those of float32
+UNIT = 2**BITS  # of the factors of branches
 
 
 def hash64(keys: Tensor, number: Tensor | int) -> Tensor:
@@ -49,6 +51,21 @@ def keys_of_members(seed: int, step: int, times: Tensor, num_members: int) -> Te
     """Return keys (B M,) of all members of each date (B,), members of a date in sequence."""
     members = torch.arange(num_members, device=times.device).repeat(len(times))
     return noise_keys(seed, step, times.repeat_interleave(num_members), members)
+
+
+def branch_factors(keys: Tensor, blocks: range, rate: float) -> Tensor:
+    """Return the factors (L, 2, B, 1, 1), int64 in units of 1 / UNIT, of the two branches of L blocks.
+
+    keys (B,): one of each sample; blocks: indices of these blocks in the model; rate x index: fraction of
+    the samples that lose a branch. Integers, because FSDP rounds floating-point arguments of a block to the
+    dtype of its parameters, and the mean would not be 1.
+    """
+    index = torch.arange(blocks.start, blocks.stop, device=keys.device)[:, None]
+    streams = 2 * index + torch.arange(2, device=keys.device)  # (L, 2)
+    bits = _shift_right(hash64(keys, streams[..., None]), 64 - BITS)  # (L, 2, B)
+    rates = rate * index[..., None].double()
+    kept = bits >= (rates * 2**BITS).round()
+    return torch.where(kept, (UNIT / (1 - rates)).round().long(), 0)[..., None, None]
 
 
 def normal_numbers(keys: Tensor, count: int) -> Tensor:

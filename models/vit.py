@@ -20,6 +20,7 @@ from models.embeddings import (
     token_grid,
     unpatchify,
 )
+from models.noise import UNIT
 from models.weather_model import TokenModel, run_blocks
 
 NORM_EPS = 1e-6  # one constant, because layouts with different values would be different models
@@ -81,34 +82,30 @@ class MLP(nn.Module):
 
 
 class StochasticDepth(nn.Module):
-    """Layer that drops the branch of a fraction `rate` of the samples in training (Huang et al. 2016)."""
+    """Multiply a branch (B, T, D) by the factor of each sample, 0 where it is dropped (Huang et al. 2016)."""
 
-    def __init__(self, rate: float) -> None:
-        super().__init__()
-        self.rate = rate
-
-    def forward(self, branch: Tensor) -> Tensor:
-        if not self.training or self.rate == 0.0:
-            return branch
-        keep = torch.rand(branch.shape[0], 1, 1, device=branch.device) >= self.rate
-        return branch * keep.to(branch.dtype) / (1.0 - self.rate)
+    def forward(self, branch: Tensor, factors: Tensor | None) -> Tensor:
+        """factors (B, 1, 1) of `branch_factors`, or None: nothing is dropped."""
+        return branch if factors is None else (branch * (factors * (1 / UNIT))).to(branch.dtype)
 
 
 class Block(nn.Module):
     """Pre-norm transformer block: tokens (B, T, D) -> (B, T, D)."""
 
-    def __init__(self, model: Model, drop: float) -> None:
+    def __init__(self, model: Model) -> None:
         super().__init__()
         dim = model.dim
         self.attention_norm = LayerNorm(dim, eps=NORM_EPS)
         self.attention = Attention(model)
         self.mlp_norm = LayerNorm(dim, eps=NORM_EPS)
         self.mlp = MLP(dim, model.hidden_dim, model.mlp == "swiglu")
-        self.stochastic_depth = StochasticDepth(drop)
+        self.stochastic_depth = StochasticDepth()
 
-    def forward(self, tokens: Tensor) -> Tensor:
-        tokens = tokens + self.stochastic_depth(self.attention(self.attention_norm(tokens)))
-        return tokens + self.stochastic_depth(self.mlp(self.mlp_norm(tokens)))
+    def forward(self, tokens: Tensor, factors: Tensor | None = None) -> Tensor:
+        """factors (2, B, 1, 1): of stochastic depth, for attention and MLP."""
+        attention, mlp = (None, None) if factors is None else factors.unbind()
+        tokens = tokens + self.stochastic_depth(self.attention(self.attention_norm(tokens)), attention)
+        return tokens + self.stochastic_depth(self.mlp(self.mlp_norm(tokens)), mlp)
 
 
 class VisionTransformer(TokenModel):
@@ -136,8 +133,8 @@ class VisionTransformer(TokenModel):
         self.patch_embedding = nn.Linear(in_channels * patch_size[0] * patch_size[1], dim)
         is_learned = model.position == "learned"  # rotary positions are part of attention
         self.position = Position(self.token_shape, dim) if is_learned else nn.Identity()
-        drops = torch.linspace(0, model.stochastic_depth, model.num_layers, device="cpu").tolist()
-        blocks = [Block(model, drop) for drop in drops]
+        self.drop_rate = model.stochastic_depth / max(model.num_layers - 1, 1)
+        blocks = [Block(model) for _ in range(model.num_layers)]
         # A dict, not a list: in a pipeline stage of blocks 6 to 11 they keep their names.
         self.blocks = nn.ModuleDict({str(i): block for i, block in enumerate(blocks)})
         self.windows = choose_windows(model, self.token_shape)
@@ -151,9 +148,10 @@ class VisionTransformer(TokenModel):
         self.norm = LayerNorm(dim, eps=NORM_EPS)
         self.head = nn.Linear(dim, out_channels * patch_size[0] * patch_size[1])
 
-    def forward(self, patches: Tensor) -> Tensor:
+    def forward(self, patches: Tensor, keys: Tensor | None = None) -> Tensor:
+        """keys (B,): of the random numbers of each sample in training, or None."""
         tokens = self.position(self.patch_embedding(patches))  # (B, T, D)
-        tokens = run_blocks(list(self.blocks.values()), tokens, self.checkpoint_every)
+        tokens = run_blocks(self, tokens, keys)
         return self.head(self.norm(tokens))  # (B, T, V P Q)
 
     def from_fields(self, fields: Tensor, with_zeros: bool = False) -> Tensor:

@@ -4,9 +4,12 @@ Shapes: B batch, C input channels, V predicted variables, H latitudes, W longitu
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
+
+from models.noise import branch_factors
 
 
 class WeatherModel(nn.Module):
@@ -34,9 +37,9 @@ class WeatherModel(nn.Module):
         """Floating-point operations of one sample's forward pass."""
         raise NotImplementedError
 
-    def predict(self, fields: Tensor) -> Tensor:
-        """fields (B, C, H, W) -> (B, V, H, W), on one rank."""
-        return self.to_fields(self(self.from_fields(fields)))
+    def predict(self, fields: Tensor, *keys: Tensor) -> Tensor:
+        """fields (B, C, H, W) -> (B, V, H, W), on one rank; keys (B,): of the samples in training."""
+        return self.to_fields(self(self.from_fields(fields), *keys))
 
 
 class TokenModel(WeatherModel):
@@ -53,7 +56,9 @@ class TokenModel(WeatherModel):
     position: nn.Module
     norm: nn.Module
     head: nn.Linear
-    checkpoint_every = 0  # see run_blocks
+    checkpoint_every = 0  # number of blocks that the backward pass recomputes together; 0: none
+    first_block = 0  # index of the first of `blocks` in the whole model
+    drop_rate = 0.0  # times the index of a block: the fraction of samples that lose a branch in training
 
     def ends_in_blocks(self) -> tuple[float, float]:
         """FLOPs of patch embedding and head, in units of a block."""
@@ -70,16 +75,24 @@ class GridModel(WeatherModel):
     multiple: int
 
 
-def run_blocks(blocks: Sequence[nn.Module], tokens: Tensor, every_n: int = 0) -> Tensor:
-    """Run blocks in order on tokens (B, T, D).
+def run_blocks(model: Any, tokens: Tensor, keys: Tensor | None) -> Tensor:
+    """Run the blocks of a TokenModel, or of a stage of one, in order on tokens (B, T, D).
 
-    every_n: number of blocks that the backward pass recomputes together; 0: no recomputation.
+    keys (B,): of the samples, for stochastic depth in training; None: no branch is dropped.
     """
-    if not every_n:
-        for block in blocks:
-            tokens = block(tokens)
+    blocks, every_n = list(model.blocks.values()), model.checkpoint_every
+    factors: Sequence[Tensor | None] = [None] * len(blocks)
+    if keys is not None:
+        indices = range(model.first_block, model.first_block + len(blocks))
+        factors = branch_factors(keys, indices, model.drop_rate).unbind()
+
+    def run(tokens: Tensor, start: int, end: int) -> Tensor:
+        for block, factor in zip(blocks[start:end], factors[start:end], strict=True):
+            tokens = block(tokens) if factor is None else block(tokens, factor)
         return tokens
+
+    if not every_n:
+        return run(tokens, 0, len(blocks))
     for start in range(0, len(blocks), every_n):
-        part = blocks[start : start + every_n]
-        tokens = checkpoint(run_blocks, part, tokens, use_reentrant=False)  # type: ignore[reportAssignmentType]
+        tokens = checkpoint(run, tokens, start, start + every_n, use_reentrant=False)  # type: ignore[reportAssignmentType]
     return tokens

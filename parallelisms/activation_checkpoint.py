@@ -71,7 +71,7 @@ def apply_activation_checkpoint(
             block.forward = MethodType(_forward_full if mode == "full" else _forward_selective, block)
     for module in model.modules() if mode != "none" else ():
         if isinstance(module, StochasticDepth):
-            module.forward = MethodType(_forward_saving_mask, module)
+            module.forward = MethodType(_forward_saving_factors, module)
 
 
 # `forward` is a function of this module bound to the block: compile sees the same code on every block, and
@@ -118,13 +118,13 @@ def _save_unless_reducing(
     return _save(ctx, op, *args, **kwargs)
 
 
-def _forward_saving_mask(module: nn.Module, branch: Tensor) -> Tensor:
-    """Exclude the mask of stochastic depth, one number per sample, from recomputation.
+def _forward_saving_factors(module: nn.Module, branch: Tensor, factors: Tensor | None) -> Tensor:
+    """Exclude the factors of stochastic depth, one number per sample, from recomputation.
 
-    The second mask comes after `mlp.down`, which would have to run again for it. The compiler avoids this
+    Those of the MLP come after `mlp.down`, which would have to run again for them. The compiler avoids this
     itself.
     """
     if is_compiling():
-        return type(module).forward(module, branch)
+        return type(module).forward(module, branch, factors)
     with saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor):  # the innermost hooks win
-        return type(module).forward(module, branch)
+        return type(module).forward(module, branch, factors)

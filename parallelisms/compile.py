@@ -1,15 +1,12 @@
 """torch.compile of each block: one compilation serves all blocks of one shape, at any depth."""
 
 from collections.abc import Callable
-from types import MethodType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch._functorch import config as functorch_config
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
-
-from models.vit import StochasticDepth
 
 BACKEND: Any = "inductor"  # for all compilations; tests of many layouts replace it by one without C++
 
@@ -30,7 +27,6 @@ def apply_compile(model: nn.Module, backend: Any = None, backward_twice: bool = 
     torch._dynamo.config.optimize_ddp = False  # type: ignore[reportPrivateImportUsage]
     if backward_twice:
         functorch_config.donated_buffer = False
-    unify_stochastic_depth(model)
     # One compilation per kind of block for training, and one for validation with its smaller last batches.
     # torch's limit is 8. A ViT that exceeds the limit is an error of ours, and fails.
     limit = max(torch._dynamo.config.recompile_limit, 4 * getattr(model, "kinds_of_blocks", 1))
@@ -48,27 +44,3 @@ def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
 def _wait(tensor: Tensor) -> Tensor:
     """Wait for the result of a collective; a graph would detach the gradient of a pending result."""
     return tensor.clone() if isinstance(tensor, AsyncCollectiveTensor) else tensor
-
-
-def unify_stochastic_depth(model: nn.Module) -> None:
-    """Pass the rates to the compiled code as tensors; as Python numbers, each would be its own compilation.
-
-    (torch stops after 8.) A block with rate 0 also draws a mask, of ones, so that all blocks share code.
-    """
-    layers = [module for module in model.modules() if isinstance(module, StochasticDepth)]
-    if all(layer.rate == 0.0 for layer in layers):
-        return
-    for layer in layers:
-        # Not buffers, which materialisation would overwrite; on the CPU, to avoid waiting for the device;
-        # not float64, because torch converts its scalars to Python floats.
-        layer.rate_tensor = torch.tensor(layer.rate, dtype=torch.float32, device="cpu")
-        layer.remaining = torch.tensor(1.0 - layer.rate, dtype=torch.float32, device="cpu")
-        layer.forward = MethodType(_drop_samples, layer)
-
-
-def _drop_samples(layer: Any, branch: Tensor) -> Tensor:
-    """StochasticDepth.forward with tensors for its rate: (B, T, D) -> (B, T, D)."""
-    if not layer.training:
-        return branch
-    keep = torch.rand(branch.shape[0], 1, 1, device=branch.device) >= layer.rate_tensor
-    return (branch * (keep / layer.remaining)).to(branch.dtype)  # float32 until here: one rounding

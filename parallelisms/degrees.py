@@ -164,7 +164,3 @@ def _check_pipeline(config: Config) -> None:
     if stages > config.model.num_layers:
         reason = f"makes {stages} stages of model.num_layers = {config.model.num_layers}; take fewer"
         refuse("parallelism.pipeline_parallel_degree", parallelism.pipeline_parallel_degree, reason)
-    rollout = list(config.training.rollout_steps)
-    if max(rollout) > 1 and config.model.stochastic_depth:
-        reason = "a pipeline draws stochastic depth per micro-batch, and cannot repeat it for the whole "
-        refuse("training.rollout_steps", rollout, f"{reason}batch; set model.stochastic_depth to 0")

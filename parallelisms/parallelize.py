@@ -77,21 +77,23 @@ class ParallelModel:
         loss_part: LossPart,
         scale: float,
         is_last: bool,
+        keys: Tensor | None = None,
     ) -> Tensor:
         """Return loss_part(output, targets) of a micro-batch; gradients are those of scale x loss.
 
+        keys (B,): of the samples, for models that drop branches of them.
         is_last: gradients are reduced over all ranks. FSDP averages gradients over cp too, where they have
         to be summed: hence the factor.
         """
         scale *= self.mesh.degrees.cp
         if self.pipeline:
             with span("pipeline"):
-                return self.pipeline.step(inputs, targets, loss_part, scale)
+                return self.pipeline.step(inputs, keys, targets, loss_part, scale)
         (part,) = self.parts
         with exchange_gradients(part, is_last):  # around both: DDP prepares for backward in forward
             with span("forward"):
                 with self.recipe.autocast(self.device):
-                    output = part(inputs)
+                    output = part(inputs) if keys is None else part(inputs, keys)
                 loss = loss_part(output, targets)
             with span("backward"):
                 (loss * scale).backward()
@@ -129,17 +131,17 @@ class ParallelModel:
                 precompute_float8_scales(part)
 
     @torch.no_grad()
-    def predict(self, fields: Tensor) -> Tensor:
-        """fields (B, C, H, W) -> (B, V, H, W), whole on every rank of the sample."""
+    def predict(self, fields: Tensor, keys: Tensor | None = None) -> Tensor:
+        """fields (B, C, H, W) -> (B, V, H, W), whole on every rank of the sample; keys (B,) in training."""
         inputs = self.shards.cut_input(self.meta_model.from_fields(fields))
         if self.pipeline:
             assert isinstance(self.shards, TokenShards) and isinstance(self.meta_model, TokenModel)
             tokens = (len(inputs), self.shards.output_tokens, self.meta_model.dim)
             output_shape = (*tokens[:2], self.meta_model.head.out_features)
-            output = self.pipeline.forward(inputs, tokens, output_shape)
+            output = self.pipeline.forward(inputs, keys, tokens, output_shape)
         else:
             with self.recipe.autocast(self.device):
-                output = self.parts[0](inputs)
+                output = self.parts[0](inputs) if keys is None else self.parts[0](inputs, keys)
         return self.meta_model.to_fields(self.shards.gather_output(output))
 
     def sum_over_sample(self, value: Tensor) -> None:

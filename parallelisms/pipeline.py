@@ -31,18 +31,21 @@ class Stage(nn.Module):
     def __init__(self, model: TokenModel, first: int, last: int, autocast: torch.autocast) -> None:
         super().__init__()
         self.autocast, self.initial_std, self.checkpoint_every = autocast, model.initial_std, 0
+        self.first_block, self.drop_rate = first, model.drop_rate
         if first == 0:
             self.patch_embedding, self.position = model.patch_embedding, model.position
         self.blocks = nn.ModuleDict({str(i): model.blocks[str(i)] for i in range(first, last)})
         if last == len(model.blocks):
             self.norm, self.head = model.norm, model.head
 
-    def forward(self, x: Tensor) -> Tensor:
-        """patches (B, t, C P Q) or tokens (B, t, D) -> tokens (B, t, D) or patches (B, t, V P Q)."""
+    def forward(self, x: Tensor, keys: Tensor | None = None) -> Tensor:
+        """patches (B, t, C P Q) or tokens (B, t, D) -> tokens (B, t, D) or patches (B, t, V P Q); keys (B,)
+        of the samples in training.
+        """
         with self.autocast:
             if hasattr(self, "patch_embedding"):
                 x = self.position(self.patch_embedding(x))
-            x = run_blocks(list(self.blocks.values()), x, self.checkpoint_every)
+            x = run_blocks(self, x, keys)
             return self.head(self.norm(x)) if hasattr(self, "head") else x
 
 
@@ -125,29 +128,38 @@ class Pipeline:
         options = {"loss_fn": scaled, "scale_grads": False}
         self.runner = kind(stages, num_microbatches, **options)  # type: ignore[arg-type]
 
-    def step(self, inputs: Tensor, targets: dict[str, Tensor], loss: Loss, scale: float) -> Tensor:
-        """Run forward and backward of one batch; targets (B, t, C) each. `loss` returns the part of one
-        micro-batch; parts are added.
+    def step(
+        self, inputs: Tensor, keys: Tensor | None, targets: dict[str, Tensor], loss: Loss, scale: float
+    ) -> Tensor:
+        """Run forward and backward of one batch; keys (B,) of its samples or None; targets (B, t, C) each.
+        `loss` returns the part of one micro-batch; parts are added.
 
         Returns the loss on the rank with the last stage, 0 elsewhere.
         """
         self.loss, self.scale, self.names, losses = loss, scale, tuple(targets), []
         arguments = (inputs,) if self.has_first else ()
+        options: dict[str, Any] = {} if keys is None else {"keys": keys}  # every stage gets its micro-batch's
         if self.has_last:
             packed = torch.stack(list(targets.values()), dim=1)  # (B, n, t, C): schedules take one tensor
-            self.runner.step(*arguments, target=packed, losses=losses, return_outputs=False)
+            self.runner.step(*arguments, target=packed, losses=losses, return_outputs=False, **options)
             return torch.stack(losses).sum().detach() / scale
-        self.runner.step(*arguments, return_outputs=False)
+        self.runner.step(*arguments, return_outputs=False, **options)
         return torch.zeros((), device=self.device)
 
     @torch.no_grad()
-    def forward(self, inputs: Tensor, tokens_shape: tuple[int, ...], output_shape: tuple[int, ...]) -> Tensor:
+    def forward(
+        self,
+        inputs: Tensor,
+        keys: Tensor | None,
+        tokens_shape: tuple[int, ...],
+        output_shape: tuple[int, ...],
+    ) -> Tensor:
         """Return the output on every rank of the pipeline, one stage after the other: for validation."""
         x = inputs
         for index in range(self.num_stages):
             owner, following = self._owner(index), self._owner(index + 1)
             if index in self.indices:
-                x = self.parts[self.indices.index(index)](x).float()
+                x = self.parts[self.indices.index(index)](x, keys).float()
                 if following not in (None, owner):
                     dist.send(x.contiguous(), group=self.group, group_dst=following)
             elif following is not None and index + 1 in self.indices:

@@ -559,6 +559,18 @@ CONSERVING = {
     "conserve, rollout 2, fsdp 2 x ulysses 2, crps": Layout(4, cp(), rollout=2, members=3, conserve=True),
     "conserve, rollout 2, pp 2 x tp 2": Layout(4, pp(**tp()), rollout=2, conserve=True),
 }
+DROPPED = (("stochastic_depth", 0.5), ("num_layers", 4))
+DROPPING = {
+    "drop, accumulation 4": Layout(1, accumulation=4, model=DROPPED),
+    "drop, ac every 2 blocks": Layout(1, activation_checkpoint="every_n_blocks", model=DROPPED),
+    "drop, ddp 2": Layout(2, replicate(), model=DROPPED),
+    "drop, fsdp 2, ac selective": Layout(2, activation_checkpoint="selective", model=DROPPED),
+    "drop, fsdp 2, bf16": Layout(2, dtype="bfloat16", model=DROPPED),
+    "drop, ring 2, odd tokens": Layout(2, cp("ring"), grid=ODD, model=DROPPED),
+    "drop, pp 2, 1f1b": Layout(2, pp(), model=DROPPED),
+    "drop, rollout 4, pp 2, interleaved": Layout(2, pp("Interleaved1F1B"), rollout=4, model=DROPPED),
+    "drop, crps, rollout 2, fsdp 2 x tp 2": Layout(4, tp(), rollout=2, members=3, model=DROPPED),
+}
 ADAPTED = {
     "lora, accumulation 2": Layout(1, accumulation=2, lora=True),
     "lora, ac full": Layout(1, activation_checkpoint="full", lora=True),
@@ -584,7 +596,19 @@ ADAPTED = {
     "lora, rollout 2, fsdp 2 x tp 2": Layout(4, tp(), rollout=2, lora=True),
     "lora, crps, fsdp 2 x tp 2": Layout(4, tp(), members=3, lora=True),
 }
-TABLE = BASIC | ROLLOUT | HISTORY | ROLES | TURNED | GATED | WINDOWED | ENSEMBLES | CONSERVING | ADAPTED
+TABLE = (
+    BASIC
+    | ROLLOUT
+    | HISTORY
+    | ROLES
+    | TURNED
+    | GATED
+    | WINDOWED
+    | ENSEMBLES
+    | CONSERVING
+    | DROPPING
+    | ADAPTED
+)
 # Every technique and every pair of them compiled too: without the C++ of inductor, which takes half a minute.
 # Of these the parts are compiled in others.
 NOT_COMPILED = [
@@ -612,13 +636,15 @@ NOT_COMPILED = [
     "ring 4, odd tokens",
 ]
 COMPILED = [name for name, layout in BASIC.items() if layout.ranks < 8 and name not in NOT_COMPILED]
-COMPILED += [*ROLLOUT, *HISTORY, *TURNED, *WINDOWED, *ENSEMBLES, *CONSERVING, *ADAPTED]
+COMPILED += [*ROLLOUT, *HISTORY, *TURNED, *WINDOWED, *ENSEMBLES, *CONSERVING, *DROPPING, *ADAPTED]
 TABLE |= {
     f"{name}, compile": replace(TABLE[name], compile="aot_eager")
     for name in COMPILED
     if not TABLE[name].compile
 }
 FAST = [
+    "drop, ddp 2",
+    "drop, rollout 4, pp 2, interleaved",
     "zero-1 1",
     "accumulation 4",
     "ac full",

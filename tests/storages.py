@@ -32,10 +32,10 @@ class Storages(TorchDispatchMode):
         return sum(n for key, (ref, n) in self.made.items() if key not in own and not ref.expired())
 
 
-def bytes_alive(model: nn.Module, x: Tensor, autocast: bool) -> int:
-    """After model(x), without parameters and autocast's copies of them."""
+def bytes_alive(model: nn.Module, x: Tensor, autocast: bool, *keys: Tensor) -> int:
+    """After model(x, *keys), without parameters and autocast's copies of them."""
     with torch.autocast("cpu", torch.bfloat16, enabled=autocast), Storages() as storages:
-        out = model(x)
+        out = model(x, *keys)
     alive = storages.live_bytes(model)
     del out
     return alive

@@ -210,11 +210,6 @@ RANKS = [
         "--model.name unet --model.levels 3 --parallelism.context_parallel_degree 4",
         "context_parallel_degree = 4: so many ranks have no tiles of the 8 x 8 grid, in units of 8 x 8 cells",
     ),
-    (
-        {"NGPU": "2"},
-        "--parallelism.pipeline_parallel_degree 2 --training.rollout_steps [2] --model.stochastic_depth 0.1",
-        "training.rollout_steps = [2]: a pipeline draws stochastic depth per micro-batch",
-    ),
     ({"WORLD_SIZE": "3"}, "--training.global_batch_size 100", "x data-parallel ranks = 48; try 96 or -1"),
 ]
 

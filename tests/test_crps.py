@@ -13,7 +13,6 @@ from models.noise import COARSE, FINE, NoiseFields, between, hash64, keys_of_mem
 from tests.parity import Layout, SmallRun, difference, full
 from tests.test_losses import assert_as_exact
 from training.losses.penalties import CRPS, by_member
-from training.rollout import seed_rollout_step
 
 ALPHA = 0.95  # Lang et al. 2024
 
@@ -125,7 +124,6 @@ def test_gradients_of_a_rollout_are_those_of_one_graph(one_rank, rollout, histor
     states = [fields[:, n].nan_to_num().repeat_interleave(3, 0) for n in range(history)]
     losses = []
     for number in range(rollout):
-        seed_rollout_step(torch.initial_seed(), number)
         static = conditions.static.expand(len(keys), -1, -1, -1)
         noise = conditions.noise.draw(
             keys, times.repeat_interleave(3) + number * plain.objective.step_seconds

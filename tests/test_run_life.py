@@ -12,7 +12,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 import torch.distributed as dist
 
 import evaluate
@@ -31,7 +30,6 @@ from tests.test_checkpoint import Run, build  # noqa: F401  (a fixture)
 from tests.test_restart import save_two
 from training import run_folder
 from training.loggers.opening import Loggers
-from training.process_settings import seed_step
 from training.restart import Restart
 from verification import validation
 
@@ -305,15 +303,6 @@ def test_a_signal_ends_a_validation_between_batches(tmp_path, monkeypatch):
     assert complete_steps(run / "checkpoints") == [2] and last_step(run) == 2
     run_train(*words)
     assert [record["step"] for record in records(run) if "val/loss" in record] == [2, 4, 5]
-
-
-def test_stages_of_a_pipeline_draw_numbers_of_their_own():
-    """Stochastic depth dropped the same blocks of every stage."""
-    drawn = []
-    for stage in (0, 1, 0):
-        seed_step(3, 7, 0, stage)
-        drawn.append(torch.rand(4).tolist())
-    assert drawn[0] == drawn[2] != drawn[1]
 
 
 def test_a_run_folder_with_an_equals_sign_is_evaluated(tmp_path, monkeypatch):

@@ -16,6 +16,7 @@ from models.embeddings import (
     pad_grid,
 )
 from models.initialization import fill_with_nan, init_weights, initial_value
+from models.noise import UNIT, branch_factors, hash64
 from models.vit import Attention, StochasticDepth, VisionTransformer
 
 
@@ -195,13 +196,19 @@ def test_a_rotary_model_rolls_with_its_fields(position, periodic):
     assert along < 1e-5 if position == "rotary" and periodic else along > 0.01
 
 
-def test_stochastic_depth_rests_in_evaluation_and_keeps_the_mean():
-    layer, branch = StochasticDepth(0.25), torch.ones(4000, 1, 1)
-    torch.manual_seed(0)
-    dropped = layer.train()(branch)
-    assert dropped.unique().tolist() == pytest.approx([0.0, 1 / 0.75])
-    assert dropped.mean() == pytest.approx(1.0, abs=0.05)
-    assert torch.equal(layer.eval()(branch), branch)
+def test_stochastic_depth_drops_its_rate_and_keeps_the_mean():
+    """Rates rise from 0 in the first block; each sample, block and branch has a number of its own."""
+    keys = hash64(torch.arange(4000), 7)
+    factors = branch_factors(keys, range(0, 3), 0.125)  # (L, 2, B, 1, 1)
+    for block, rate in enumerate((0.0, 0.125, 0.25)):
+        for branch in factors[block]:
+            assert (branch == 0).double().mean() == pytest.approx(rate, abs=0.02)
+            assert branch.double().mean() / UNIT == pytest.approx(1.0, abs=0.03)
+    dropped = (factors[1:] == 0).view(4, -1).double()
+    assert torch.corrcoef(dropped).fill_diagonal_(0).abs().max() < 0.05
+    assert torch.equal(branch_factors(keys[1:2], range(2, 3), 0.125), factors[2:, :, 1:2])
+    out = StochasticDepth()(torch.ones(2, 5, 3, dtype=torch.bfloat16), factors[2, 0, :2])
+    assert out.dtype == torch.bfloat16 and StochasticDepth()(out, None) is out
 
 
 def test_weights_are_cut_normal_and_no_function_of_threads():

@@ -15,7 +15,7 @@ from torch import Tensor
 from config import Config
 from datasets.field_dataset import split_sample
 from jobs.heartbeat import activity
-from models.noise import keys_of_members
+from models.noise import hash64, keys_of_members
 from parallelisms.compile import compiled
 from training.assembly import Assembly
 from training.conservation import ShardedProjection
@@ -23,6 +23,8 @@ from training.due import Rollouts
 from training.losses.penalties import PENALTIES, by_member
 from training.losses.pointwise import fused_sum_of_costs, root_loss, sum_of_costs
 from training.losses.weights import change_weights, mean_weights, relative_l2_weights
+
+DROP_STREAM = 2**32  # of a step's key: noise has the first streams
 
 
 class Shards(NamedTuple):
@@ -51,7 +53,7 @@ class Objective:
         self.shards, self.conditions = model.shards, assembly.conditions
         self.penalty, self.relative = PENALTIES[training.loss], training.loss == "relative_l2"
         self.by_variable = training.loss == "rmse"
-        self.members = training.members
+        self.members, self.drops_branches = training.members, config.model.stochastic_depth > 0
         self.local_batch_size, self.seed = training.local_batch_size, training.seed
         self.rollouts, self.step_seconds = Rollouts.of(training), config.data.step_hours * 3600
         self.area = torch.tensor(area, dtype=torch.float32, device=model.device)
@@ -82,6 +84,12 @@ class Objective:
     def noise_keys(self, step: int, times: Tensor) -> Tensor:
         """Return the keys (B M,) of the noise in training step `step`, for samples that start at `times`."""
         return keys_of_members(self.seed, step, times, self.members)
+
+    def drop_keys(self, keys: Tensor, times: Tensor) -> Tensor | None:
+        """Return the keys (B M,) of the branches that a step from `times` (B,) drops; keys (B M,)."""
+        if not self.drops_branches:
+            return None
+        return hash64(hash64(keys, self.repeat_members(times)), DROP_STREAM)
 
     def draw_noise(self, keys: Tensor, times: Tensor) -> list[Tensor]:
         """Return the noise (B M, N, H, W) of a step from `times` (B,), if the model takes noise."""

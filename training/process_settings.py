@@ -1,4 +1,4 @@
-"""Settings of a process that trains: random numbers, deterministic kernels, the heap of the C library."""
+"""Settings of a process that trains: deterministic kernels, the heap of the C library."""
 
 import ctypes
 import os
@@ -16,15 +16,6 @@ RETAIN = {
 }
 RETURN = {M_TRIM_THRESHOLD: 2**27, M_TOP_PAD: 2**17, M_MMAP_THRESHOLD: 2**25}
 ENOUGH = 8e9  # bytes of the host for a rank, below which a fifth more in the heap may be too much
-
-
-def seed_step(seed: int, step: int, dp_rank: int, stage: int = 0) -> None:
-    """Seed the random numbers of a step (stochastic depth), equally on ranks that share a sample and a stage
-    of a pipeline.
-
-    Checkpoints therefore need no generators. Initial weights and sample order have seeds of their own.
-    """
-    torch.manual_seed((((stage * 1_009 + seed) * 1_000_003 + step) * 65_537 + dp_rank) % 2**63)
 
 
 def set_determinism(deterministic: bool) -> None:

@@ -32,17 +32,17 @@ def forward_backward(objective: Objective, step: int, batch: Batch, scale: float
         return one_step(objective, step, batch, scale, is_last)
     model, times = objective.model, batch.times
     start, truths = split_sample(batch.fields, objective.normalizer.history)
-    keys, seed = objective.noise_keys(step, times), torch.initial_seed()
+    keys = objective.noise_keys(step, times)
     with span("forecast"):
-        windows = forecast(objective, start, truths, times, seed, keys)
+        windows = forecast(objective, start, truths, times, keys)
     loss, later = torch.zeros((), device=model.device), None
     for number in reversed(range(num_steps)):
-        seed_rollout_step(seed, number)
         date, is_first = times + number * objective.step_seconds, number == 0
         window = windows.pop().requires_grad_(not is_first)
         noise = objective.draw_noise(keys, date)
         step_back = StepBack(objective, window, truths[:, number], date, later, noise)
-        loss += step_back.run(1 / num_steps, scale, is_last=is_last and is_first)
+        drop_keys = objective.drop_keys(keys, date)
+        loss += step_back.run(1 / num_steps, scale, is_last and is_first, drop_keys)
         later = None if is_first else step_back.gradient()
     return loss
 
@@ -56,31 +56,26 @@ def one_step(objective: Objective, step: int, batch: Batch, scale: float, is_las
     def loss_part(output: Tensor, targets: dict[str, Tensor]) -> Tensor:
         return objective.loss_part(objective.project(output), targets)
 
-    return objective.model.forward_backward(inputs, targets, loss_part, scale, is_last)
-
-
-def seed_rollout_step(seed: int, number: int) -> None:
-    """Seed stochastic depth for step `number` of a rollout, so that its repetition draws the same masks."""
-    torch.manual_seed((seed * 1_000_003 + number) % 2**63)
+    drop_keys = objective.drop_keys(keys, times)
+    return objective.model.forward_backward(inputs, targets, loss_part, scale, is_last, drop_keys)
 
 
 @torch.no_grad()
 def forecast(
-    objective: Objective, start: Tensor, truths: Tensor, times: Tensor, seed: int, keys: Tensor
+    objective: Objective, start: Tensor, truths: Tensor, times: Tensor, keys: Tensor
 ) -> list[Tensor]:
     """Return the normalised windows (B M, h V, H, W) that each of R steps starts from.
 
     start (B, h V, H, W): physical, at `times` (B,); truths (B, R, V, H, W): the following states, from which
     known values are taken; keys (B M,): of the noise.
     """
-    numbers = count()
+    seconds, numbers, first = objective.step_seconds, count(), times
 
     def predict(inputs: Tensor) -> Tensor:
-        seed_rollout_step(seed, next(numbers))
-        return objective.model.predict(inputs)
+        return objective.model.predict(inputs, objective.drop_keys(keys, first + next(numbers) * seconds))
 
     start, times = objective.repeat_members(start), objective.repeat_members(times)
-    normalizer, conditions, seconds = objective.normalizer, objective.conditions, objective.step_seconds
+    normalizer, conditions = objective.normalizer, objective.conditions
 
     def known(step: int, date: Tensor) -> Tensor:
         return objective.repeat_members(truths[:, step - 1, normalizer.channels.known])
@@ -123,9 +118,9 @@ class StepBack:
             self.targets["later"] = self.model.shards.cut_output(of_output)
         self.output_gradients: list[Tensor] = []  # of its own loss, of each micro-batch of a pipeline
 
-    def run(self, share: float, scale: float, is_last: bool) -> Tensor:
+    def run(self, share: float, scale: float, is_last: bool, keys: Tensor | None) -> Tensor:
         """Run forward and backward for the loss of this step and of later steps. Return this rank's part of
-        the loss of this step, times its `share` of the rollout's loss.
+        the loss of this step, times its `share` of the rollout's loss. keys: of `Objective.drop_keys`.
         """
         self.factor = scale * self.model.mesh.degrees.cp  # as in ParallelModel.forward_backward
 
@@ -134,7 +129,7 @@ class StepBack:
             projected.register_hook(partial(self._add_later, targets.get("later")))
             return share * self.objective.loss_part(projected, targets)
 
-        return self.model.forward_backward(self.inputs, self.targets, loss_part, scale, is_last)
+        return self.model.forward_backward(self.inputs, self.targets, loss_part, scale, is_last, keys)
 
     def _add_later(self, later: Tensor | None, gradient: Tensor) -> Tensor:
         self.output_gradients.append(gradient)
