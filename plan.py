@@ -7,7 +7,8 @@
 --clusters FILE       your own machines, in the same form; may be repeated
 --layout auto         search all layouts, modes of checkpointing and micro-batches; print the ten best
 --anchor RUN          the folder of a run on this kind of machine: its measured steps correct the planned
-                      times of layouts of the same kind
+                      times of layouts of the same kind. Without it, the newest such run in outputs/;
+                      "none": no run
 --calibrate           measure steps of the configuration on this machine, for --anchor outputs/calibration
 --dry_run             build the layout on fake ranks (as many as --cluster has, or --world_size N) and run one
                       step without memory
@@ -49,7 +50,7 @@ from errors import ConfigError, one_line_errors, refuse
 from parallelisms.degrees import resolve_degrees
 from planning.clusters import Cluster, load_cluster
 from planning.cost import cost_range, rollout_stages
-from planning.known_runs import Anchor, layout_kind, run_record
+from planning.known_runs import FARTHEST, Anchor, layout_kind, newest_run, run_record
 from planning.report import (
     answer,
     as_json,
@@ -102,8 +103,7 @@ def make_plan(config: Config, cluster: Cluster, options: argparse.Namespace) -> 
     if config.lora.enable:
         reason = "adapters are not in the planner's closed forms; use --dry_run"
         refuse("lora.enable", True, f"{reason}, or set it to false for an upper limit")
-    if options.anchor:
-        cluster = anchored(cluster, options.anchor)
+    cluster, unused = anchored(cluster, options.anchor)
     original = config
     if options.layout == "auto":
         config = choose_local_batch(config, cluster.devices)
@@ -126,17 +126,37 @@ def make_plan(config: Config, cluster: Cluster, options: argparse.Namespace) -> 
     nowhere = ["no layout fits; as configured:"] if options.layout == "auto" and not plans else []
     blocks = [*nowhere, first, *layout_blocks(plans, cluster, original), memory_table(made.memory)]
     blocks += [time_table(made.work, made.time, cluster)]
-    blocks += [cluster.anchor.line()] if cluster.anchor else []
+    blocks += [cluster.anchor.line()] if cluster.anchor else [unused] if unused else []
     print("\n\n".join([*blocks, data_line(read_bytes, cluster)]))
     return 0 if fit else 1
 
 
-def anchored(cluster: Cluster, run: str) -> Cluster:
-    """Return the cluster with the measured run of --anchor. Raises ConfigError."""
-    ranks, seconds = run_record(Path(run))
-    work = job(load_config(["--job.config_file", str(Path(run) / "config.toml")]), ranks)
-    planned = step_time(work, cluster.with_devices(ranks)).total
-    return dataclasses.replace(cluster, anchor=Anchor(run, layout_kind(work), seconds, planned))
+def anchored(cluster: Cluster, run: str) -> tuple[Cluster, str]:
+    """Return the cluster with a measured run as its anchor, and a line that names a run that cannot be one.
+
+    run: of --anchor; "": the newest on the same device. ConfigError where --anchor names another device, or
+    steps that take twice or half as long as planned; devices that ranks share (a CPU) differ as much.
+    """
+    folder = Path(run) if run else newest_run(cluster)
+    if folder is None or run == "none":
+        return cluster, ""
+    try:
+        record = run_record(folder)
+        if record.device and record.device not in cluster.known_as:
+            raise ConfigError(f"--anchor {folder}: was trained on {record.device!r}, no {cluster.name}")
+        work = job(load_config(["--job.config_file", str(folder / "config.toml")]), record.ranks)
+        planned = step_time(work, cluster.with_devices(record.ranks)).total
+        anchor = Anchor(str(folder), layout_kind(work), record.seconds, planned)
+        factor = anchor.measured / planned
+        if not cluster.shared and not 1 / FARTHEST < factor < FARTHEST:
+            times = f"{record.seconds:,.3f} s a step measured, {planned:,.3f} planned"
+            reason = "look for the difference in its trace, or name another run, or none"
+            raise ConfigError(f"--anchor {folder}: {times}: {reason}")
+    except ConfigError as error:
+        if run:
+            raise
+        return cluster, f"no anchor; {str(error).removeprefix('--anchor ')}"
+    return dataclasses.replace(cluster, anchor=anchor), ""
 
 
 def choose_local_batch(config: Config, world: int) -> Config:
@@ -178,7 +198,7 @@ def calibrate_machine(config: Config) -> None:
     from planning.calibration import CALIBRATION, calibrate  # imported here: torch takes seconds
 
     calibrate(config, grid_of(config), num_variables(config), CALIBRATION)
-    _, seconds = run_record(CALIBRATION)
+    seconds = run_record(CALIBRATION).seconds
     print(f"{CALIBRATION}: {seconds:,.4f} s a step, of one micro-batch; use it with --anchor {CALIBRATION}")
 
 

@@ -28,7 +28,7 @@ from jobs.preemption import Agreement
 from jobs.watchdog import Watchdog
 from parallelisms.mesh import cpu_group, mesh_of, start_ranks
 from planning.out_of_memory import run_with_watchdog
-from planning.start_checks import open_checked
+from planning.start_checks import open_checked, plan_here
 from training.assembly import Fields, assemble
 from training.batches import Batches, choose_global_batch
 from training.due import Rollouts, Schedule
@@ -81,7 +81,9 @@ def train(config: Config, watchdog: Watchdog | None = None) -> None:
     # -- reporting; all errors of input have been raised before
     run_folder.begin(progress.step, layout)
     watchdog.begin(progress.step)
-    metrics = Metrics(config, run, batches)
+    planned = plan_here(config, selection, mesh.degrees.world) if dist.get_rank() == 0 else None
+    memory = planned[0].memory.peak if planned and device.type == "cuda" else 0.0
+    metrics = Metrics(config, run, batches, planned and (planned[0].time.total, memory))
     validator = Validator(config, samples, run, metrics)
     profiler = Profiler(config)
     restart = Restart(checkpointer, state, run, batches, metrics, validator, profiler)
@@ -115,6 +117,7 @@ def train(config: Config, watchdog: Watchdog | None = None) -> None:
             if due.log:
                 with span("log"):
                     metrics.log_step(step, result)
+                watchdog.comparison = metrics.comparison
                 if checkpointer:
                     checkpointer.poll()
             if due.collect:

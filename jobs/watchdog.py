@@ -71,6 +71,7 @@ class Watchdog:
         self.parent, self.has_launcher = os.getppid(), "TORCHELASTIC_RUN_ID" in os.environ
         self.attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
         self.trained = self.lost = self.store_closed = self.owns_folder = self.is_asked_to_stop = False
+        self.comparison: dict[str, float] = {}  # of planned and measured steps, for status.json
         self.selection: Any = None  # of the run's data, for a report of memory that runs out
         self.last: dict[int, tuple[bytes, float]] = {}  # rank -> its last heartbeat, and when it changed
         self.contact = time.monotonic()  # with the store
@@ -110,7 +111,7 @@ class Watchdog:
             return
         status = {"exit_code": exit_code, "step": activity.step, "message": message.partition("\n")[0]}
         status |= {"time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())}
-        status |= {"restart": int(self.attempt), "ranks": self.world_size}
+        status |= {"restart": int(self.attempt), "ranks": self.world_size} | self.comparison
         try:
             write_durably(self.folder / "status.json", json.dumps(status, indent=1) + "\n")
         except OSError as error:

@@ -36,6 +36,8 @@ def calibrate(config: Config, grid: Grid, num_variables: int, folder: Path) -> N
     write_durably(folder / "config.toml", to_toml(config))
     write_durably(folder / "status.json", json.dumps({"ranks": 1}) + "\n")
     write_durably(folder / "metrics.jsonl", "\n".join(lines) + "\n")
+    device = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
+    write_durably(folder / "starts.jsonl", json.dumps({"step": 0, "device": device}) + "\n")
 
 
 def measure_steps(config: Config, grid: Grid, num_variables: int) -> list[float]:

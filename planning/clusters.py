@@ -114,6 +114,7 @@ class Cluster:
     spot_interruptions: float  # a node-hour, for spot nodes
     failures: float  # a node-hour, of every node
     shared: bool = False  # the ranks of a node share its cores and memory, so that fewer ranks are faster
+    known_as: tuple[str, ...] = ()  # torch's names of the device
     anchor: Any = None  # the Anchor, a measured run that plans are scaled by (planning/known_runs.py)
 
     @property
@@ -140,7 +141,7 @@ LINK = ("latency", "bandwidth")
 # Keys of a machine that are not numbers -> type, or required keys of a table of numbers.
 OTHERS: dict[str, type | tuple[str, ...]] = {
     "like": str,  # a machine that has the rest
-    "known_as": list,  # torch's names of the device
+    "known_as": list,
     "shared": bool,
     **dict.fromkeys(("peak", "matmul"), ("bf16", "fp32")),  # and fp8; "fp32" means TF32 where there is TF32
     **dict.fromkeys(("inside", "between"), LINK),
@@ -151,7 +152,7 @@ TABLE_KEYS = (*LINK, "bf16", "fp32", "fp8", "32", "48", "64", "80", "96", "128",
 DEVICE_KEYS = [field.name for field in dataclasses.fields(Device) if field.name != "name"]
 CLUSTER_KEYS = [field.name for field in dataclasses.fields(Cluster)]
 NO_KEYS = ("name", "device", "devices", "anchor")
-KEYS = ["like", "known_as", *DEVICE_KEYS, *(key for key in CLUSTER_KEYS if key not in NO_KEYS)]
+KEYS = ["like", *DEVICE_KEYS, *(key for key in CLUSTER_KEYS if key not in NO_KEYS)]
 OPTIONAL = ("like", "known_as", "shared", "float32_attention", "hopper_forward", "hopper_backward")
 MAY_BE_ZERO = ("reserved", "on_demand", "spot", "spot_interruptions", "failures")
 
@@ -248,7 +249,8 @@ def is_positive(value: Any) -> bool:
 
 def build_cluster(machine: str, table: Table) -> Cluster:
     """Return one node of a machine; a node that ranks share is divided among one rank per core."""
-    values = {key: value for key, value in table.items() if key not in ("like", "known_as")}
+    values = {key: value for key, value in table.items() if key != "like"}
+    values["known_as"] = tuple(values.get("known_as", ()))
     for key, takes in OTHERS.items():
         if takes == ():
             values[key] = {int(head_size): rate for head_size, rate in values.get(key, {}).items()}

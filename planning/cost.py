@@ -74,6 +74,30 @@ def expected_time(work: float, interval: float, rate: float, restart: float = RE
 # -- cost
 
 
+@dataclass(frozen=True)
+class Saves:
+    """Seconds of one save of a run: that steps wait for it, and until it is written."""
+
+    size: int  # bytes
+    waits: float
+    writing: float
+
+    def best_interval(self, rate: float) -> float:
+        """Return the seconds between two saves that cost a run least, with `rate` interruptions a second.
+
+        Young 1974: sqrt(2 x cost of a save x time between failures); a save ends before the next begins.
+        """
+        return max(math.sqrt(2 * self.waits / rate), self.writing) if rate else math.inf
+
+
+def saves_of(config: Config, work: Workload, cluster: Cluster) -> Saves:
+    """Steps wait for the copy to the host, or for the files if the save is synchronous."""
+    size, writers = checkpoint_size(work), work.fsdp_ranks * work.degrees.tp * work.degrees.pp
+    writing = size / min(cluster.nodes, writers) / cluster.storage  # replicas have the same
+    is_async = config.checkpoint.async_mode != "disabled"
+    return Saves(size, size / writers / cluster.host_link if is_async else writing, writing)
+
+
 Cost = dict[str, float]  # hours and dollars of one run on one fleet
 
 
@@ -90,6 +114,8 @@ class CostRange:
     planned: dict[str, Cost]
     ends: list[dict[str, Cost]]  # empty: no run of its kind is known
     steps: int
+    saves: Saves
+    best_interval: float  # seconds between two saves that cost a run on demand least; infinity: never
 
     def between(self, fleet: str, name: str, unit: float = 1, digits: int = 0) -> str:
         """Return a figure of a run's cost as text, from the fastest to the slowest."""
@@ -100,6 +126,7 @@ class CostRange:
         """Return the costs for JSON, with null for infinity."""
         bands = [{"fleets": costs} for costs in self.ends]
         values = {"steps": self.steps, "cost": {"fleets": self.planned}, "cost_band": bands or None}
+        values["saves"] = vars(self.saves) | {"best_interval": self.best_interval}
         return json.loads(json.dumps(values), parse_constant=lambda infinity: None)
 
 
@@ -110,10 +137,8 @@ def cost_range(config: Config, plan: Plan, cluster: Cluster) -> CostRange:
     interruption loses everything.
     """
     work, settings, every = plan.work, config.checkpoint, fleets(cluster)
-    size = checkpoint_size(work)
-    writers = work.fsdp_ranks * work.degrees.tp * work.degrees.pp  # replicas have the same
-    write = size / min(cluster.nodes, writers) / cluster.storage
-    save = write if settings.async_mode == "disabled" else size / writers / cluster.host_link
+    saves = saves_of(config, work, cluster)
+    save = saves.waits
     steps = settings.interval if settings.enable else math.inf  # between two saves
     lengths = [(number, time.total) for number, _, time in rollout_stages(config, plan, cluster)]
 
@@ -127,7 +152,8 @@ def cost_range(config: Config, plan: Plan, cluster: Cluster) -> CostRange:
 
     band = band_of(work, cluster)
     ends = [costs(band.fastest), costs(band.slowest)] if band else []
-    return CostRange(costs(1.0), ends, config.training.steps)
+    best = saves.best_interval(every["on demand"].rate)
+    return CostRange(costs(1.0), ends, config.training.steps, saves, best)
 
 
 def rollout_stages(config: Config, plan: Plan, cluster: Cluster) -> list[tuple[int, Workload, StepTime]]:

@@ -8,14 +8,19 @@ runs.
 import json
 import statistics
 import tomllib
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from typing import Any
 
+from config import in_project
 from errors import ConfigError
 from planning.clusters import Cluster
 from planning.workload import Workload
 
+RUNS = Path(in_project("outputs"))
+FARTHEST = 2.0  # between measured and planned seconds of an anchor: beyond, something else differs
 BANDS = Path(__file__).with_name("error_bands.toml")
 ANCHORED = "anchored, "  # before a kind of layout: planned with a measured run of the same kind and machine
 
@@ -45,22 +50,45 @@ class Anchor:
         return f"anchor {self.name}: {times}; {self.kind} layouts x {self.measured / self.planned:.3f}"
 
 
-def run_record(folder: Path) -> tuple[int, float]:
-    """Return the ranks of a run and its median seconds a step, from status.json and metrics.jsonl.
+@dataclass(frozen=True)
+class RunRecord:
+    """What a run's folder says of its last start."""
 
-    The first half of the logged steps is left out: they warm up. Raises ConfigError.
-    """
+    ranks: int
+    seconds: float  # of a step, the median of the second half of its logged steps: the others warm up
+    device: str  # torch's name, or "cpu"; "": not known
+
+
+def run_record(folder: Path) -> RunRecord:
+    """Read status.json, metrics.jsonl and starts.jsonl of a run. Raises ConfigError."""
+
+    def lines(name: str) -> list[dict[str, Any]]:
+        text = (folder / name).read_text(encoding="utf-8")
+        return [json.loads(line) for line in text.splitlines() if line.endswith("}")]
+
     try:
         ranks = json.loads((folder / "status.json").read_text(encoding="utf-8"))["ranks"]
-        lines = (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
-        records = [json.loads(line) for line in lines if line.endswith("}")]
-    except (OSError, ValueError, KeyError, TypeError) as error:
+        seconds = [record["step_seconds"] for record in lines("metrics.jsonl") if record.get("step_seconds")]
+        starts = lines("starts.jsonl") if (folder / "starts.jsonl").exists() else []
+        if not (isinstance(ranks, int) and all(isinstance(value, int | float) for value in seconds)):
+            raise TypeError("numbers are text")
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         reason = f"not the folder of a run with status.json and metrics.jsonl ({error!r})"
         raise ConfigError(f"--anchor {folder}: {reason}") from None
-    seconds = [record["step_seconds"] for record in records if record.get("step_seconds")]
     if not seconds:
         raise ConfigError(f"--anchor {folder}: its metrics.jsonl has no step_seconds; train more steps")
-    return ranks, statistics.median(seconds[len(seconds) // 2 :])
+    device = str(starts[-1].get("device", "")) if starts else ""
+    return RunRecord(ranks, statistics.median(seconds[len(seconds) // 2 :]), device)
+
+
+def newest_run(cluster: Cluster) -> Path | None:
+    """Return the folder in outputs/ of the run that was trained last on the devices of this machine."""
+    files = sorted(RUNS.glob("*/status.json"), key=lambda file: file.stat().st_mtime, reverse=True)
+    for file in files:
+        with suppress(ConfigError):
+            if run_record(file.parent).device in cluster.known_as:
+                return file.parent
+    return None
 
 
 @dataclass(frozen=True)

@@ -1,5 +1,6 @@
 """Text and JSON of plan.py: the answer on one screen, then its terms, then the rest."""
 
+import math
 from typing import Any
 
 from command_line import text_table
@@ -41,6 +42,7 @@ def answer(made: Plan, cluster: Cluster, cost: CostRange, config: Config, search
         "time": f"{cost.between('on demand', 'hours', length, 2)} {unit} for {cost.steps:,} steps; "
         f"{time.total:,.3f} s a step{within}",
         "dollars": "; ".join(dollars),
+        "saves": saves_text(config, made, cost),
         "speed": f"{time.samples_per_second:,.2f} samples/s, MFU {time.mfu(work, peak):.1%} "
         f"of {peak / 1e12:,.0f} TFLOP/s",
         "memory": f"{made.memory.peak / GIB:.2f} of {room:.2f} GiB a device: "
@@ -49,6 +51,19 @@ def answer(made: Plan, cluster: Cluster, cost: CostRange, config: Config, search
     head = [f"{name:<9}{text}" for name, text in lines.items()]
     suggest = next_to_try if fits(made, cluster) else changes_needed
     return "\n".join([*head, *suggest(made, cluster, config, searched)])
+
+
+def saves_text(config: Config, made: Plan, cost: CostRange) -> str:
+    """Return the cost of a save, the interval of the configuration and the one that costs least."""
+    saves, best, settings, seconds = cost.saves, cost.best_interval, config.checkpoint, made.time.total
+    text = f"{saves.size / 1e9:,.2f} GB, steps wait {saves.waits:,.2f} s, written in {saves.writing:,.1f} s; "
+    if settings.enable:
+        text += f"every {settings.interval} steps = {settings.interval * seconds / 60:,.1f} min"
+    else:
+        text += "none (checkpoint.enable)"
+    if math.isfinite(best):
+        text += f"; least cost: every {max(round(best / seconds), 1)} = {best / 60:,.1f} min (Young 1974)"
+    return text
 
 
 def job_text(work: Workload, cluster: Cluster) -> str:

@@ -73,37 +73,26 @@ def open_checked(config: Config) -> Selection:
 def check_machine(config: Config) -> None:
     """Check devices, kernels and the environment of this machine. Raises ConfigError."""
     started_at()
-    use_cuda = check_devices()
-    check_schedule(config)
-    device_type, dtype = "cuda" if use_cuda else "cpu", getattr(torch, config.training.mixed_precision_param)
+    name, number = local_ranks()
+    check_processes(name, number)
+    num_gpus = torch.cuda.device_count()
+    if 0 < num_gpus < number:
+        refuse(name, number, f"this machine has {num_gpus} GPU(s); start at most one process on each")
+    # Schedules of a pipeline that an older torch has, and cannot run.
+    schedule, key = config.parallelism.pipeline_parallel_schedule, "parallelism.pipeline_parallel_schedule"
+    if config.parallelism.pipeline_parallel_degree > 1 and schedule in SPLIT_BACKWARD:
+        release = tuple(map(int, torch.__version__.split(".")[:2]))
+        fix = f'inside torch {torch.__version__}; install torch 2.13, or use "Interleaved1F1B"'
+        if schedule == "ZBVZeroBubble" and release < (2, 12):
+            refuse(key, schedule, f"fails {fix}")
+        if config.compile.enable and release < (2, 13):
+            refuse(key, schedule, f"with compile.enable it fails {fix}, or set that to false")
+    device_type = "cuda" if num_gpus else "cpu"
     if registered(config.model.name).has_tokens:
+        dtype = getattr(torch, config.training.mixed_precision_param)
         check_backend(config.model.attention_backend, device_type, dtype)
     if config.float8.enable:
         check_float8(device_type)
-
-
-def check_devices() -> bool:
-    """Return True where ranks of this host have GPUs. ConfigError: fewer than there are ranks."""
-    num_gpus = torch.cuda.device_count()
-    name, number = local_ranks()
-    check_processes(name, number)
-    if 0 < num_gpus < number:
-        refuse(name, number, f"this machine has {num_gpus} GPU(s); start at most one process on each")
-    return num_gpus > 0
-
-
-def check_schedule(config: Config) -> None:
-    """Refuse schedules of a pipeline that an older torch has, and cannot run."""
-    parallelism, key = config.parallelism, "parallelism.pipeline_parallel_schedule"
-    schedule = parallelism.pipeline_parallel_schedule
-    if parallelism.pipeline_parallel_degree == 1 or schedule not in SPLIT_BACKWARD:
-        return
-    release = tuple(map(int, torch.__version__.split(".")[:2]))
-    fix = f'inside torch {torch.__version__}; install torch 2.13, or use "Interleaved1F1B"'
-    if schedule == "ZBVZeroBubble" and release < (2, 12):
-        refuse(key, schedule, f"fails {fix}")
-    if config.compile.enable and release < (2, 13):
-        refuse(key, schedule, f"with compile.enable it fails {fix}, or set that to false")
 
 
 def local_ranks() -> tuple[str, int]:
@@ -151,8 +140,15 @@ def check_memory(config: Config, num_variables: int, grid: Grid) -> None:
 
 def check_model(config: Config, grid: Grid) -> None:
     """Check what depends on the grid of the data and on the model's layers. Raises ConfigError."""
-    check_globe(config, grid)
-    check_boundary(config.data.boundary_width, grid)
+    is_global = grid.periodic and (np.abs(latitude_bounds(grid.latitude)[[0, -1]]) == 90).all()
+    if (names := config.model.conserve) and not is_global:
+        reason = "the grid of data.path is not global, and what goes through its edges is not known"
+        refuse("model.conserve", list(names), f"{reason}; set it to []")
+    width = config.data.boundary_width
+    if width and grid.periodic:
+        refuse("data.boundary_width", width, "the grid goes round the globe; set it to 0, or data.region")
+    if 2 * width >= min(grid.shape):
+        refuse("data.boundary_width", width, f"nothing is left of {list(grid.shape)} points; lower it")
     degree = config.parallelism.context_parallel_degree
     model = build_model(config.model, 1, 0, grid.shape, grid.periodic)
     if isinstance(model, GridModel):
@@ -162,24 +158,6 @@ def check_model(config: Config, grid: Grid) -> None:
         refuse("parallelism.context_parallel_degree", degree, reason)
     elif config.float8.enable:
         float8_layers(model, config.parallelism.tensor_parallel_degree)
-
-
-def check_globe(config: Config, grid: Grid) -> None:
-    """Raise ConfigError if global means are conserved and the data are not global."""
-    ends = np.abs(latitude_bounds(grid.latitude)[[0, -1]])
-    if grid.periodic and (ends == 90).all():
-        return
-    if names := config.model.conserve:
-        reason = "the grid of data.path is not global, and what goes through its edges is not known"
-        refuse("model.conserve", list(names), f"{reason}; set it to []")
-
-
-def check_boundary(width: int, grid: Grid) -> None:
-    """Raise ConfigError if a boundary is wanted where the grid has none, or nothing is left inside of it."""
-    if width and grid.periodic:
-        refuse("data.boundary_width", width, "the grid goes round the globe; set it to 0, or data.region")
-    if 2 * width >= min(grid.shape):
-        refuse("data.boundary_width", width, f"nothing is left of {list(grid.shape)} points; lower it")
 
 
 # -- what the planner expects here

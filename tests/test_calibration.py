@@ -19,8 +19,9 @@ def test_measured_steps_anchor_plans(tmp_path: Path, monkeypatch: pytest.MonkeyP
     options = ("--job.config_file", str(write_config(tmp_path)), "--training.global_batch_size=64")
     done = run_plan(*options, "--calibrate", "--cluster", "a100x64")  # measured on one rank here
     assert done.returncode == 0 and f"--anchor {folder}" in done.stdout, done.stderr
-    ranks, seconds = run_record(folder)
-    assert ranks == 1 and seconds > 0
+    record = run_record(folder)
+    seconds = record.seconds
+    assert record.ranks == 1 and seconds > 0
     assert len((folder / "metrics.jsonl").read_text().splitlines()) == calibration.FEWEST
     alone = ("--training.global_batch_size=-1", "--cluster", "cpu1", "--anchor", str(folder), "--json")
     made = json.loads(run_plan(*options, *alone).stdout)

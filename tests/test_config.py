@@ -310,7 +310,7 @@ def test_schedules_that_an_older_torch_cannot_run(
     parallelism = Parallelism(pipeline_parallel_degree=2, pipeline_parallel_schedule=schedule)  # type: ignore[arg-type]
     config = Config(parallelism=parallelism, compile=Compile(compiled))
     if not refused:
-        start_checks.check_schedule(config)
+        start_checks.check_machine(config)
         return
     with pytest.raises(ValueError, match=f"pipeline_parallel_schedule = '{schedule}': .*torch 2.11.0"):
-        start_checks.check_schedule(config)
+        start_checks.check_machine(config)

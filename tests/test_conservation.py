@@ -17,7 +17,7 @@ from datasets.statistics import Statistics
 from errors import ConfigError, DataError
 from models.initialization import init_weights
 from models.registry import build_model
-from planning.start_checks import check_globe
+from planning.start_checks import check_model
 from tests.parity import Layout, SmallRun
 from training.conservation import build_conservation
 from verification.rollout import model_forecast, rollout
@@ -156,14 +156,14 @@ def test_gradients_of_a_shard_are_those_of_whole_fields(one_rank):
 
 def test_a_part_of_the_globe_is_refused():
     config = Config(data=Data(variables=tuple(NAMES)), model=Model(conserve=("dry_mass",)))
-    check_globe(config, global_grid((18, 36)))
-    check_globe(config, Grid(np.linspace(90, -90, 19), np.arange(36) * 10.0))
+    check_model(config, global_grid((18, 36)))
+    check_model(config, Grid(np.linspace(90, -90, 19), np.arange(36) * 10.0))
     for grid in (
         Grid(np.linspace(70, 30, 9), np.arange(36) * 10.0),
         Grid(np.linspace(90, -90, 19), np.arange(9) * 10.0),
     ):
         with pytest.raises(ConfigError, match=r"model.conserve = \['dry_mass'\]: the grid .* not global"):
-            check_globe(config, grid)
+            check_model(config, grid)
 
 
 def test_missing_values_are_refused():

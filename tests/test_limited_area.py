@@ -8,11 +8,12 @@ import pytest
 import torch
 import xarray as xr
 
+from config import Config, Data
 from datasets.grid import global_grid
 from datasets.normalization import boundary_cells
 from errors import ConfigError
 from evaluate import main as evaluate
-from planning.start_checks import check_boundary
+from planning.start_checks import check_model
 from tests.planned import run_export, run_forecast, run_main, run_train
 from tests.started_jobs import records, run_options, write_config
 
@@ -129,4 +130,4 @@ def test_what_cannot_be_is_refused(folder: Path, more: list[str], key: str) -> N
     with pytest.raises(ConfigError, match=key):
         run_train(*options(folder, WIDTH), *more)
     with pytest.raises(ConfigError, match="data.boundary_width"):
-        check_boundary(WIDTH, global_grid((16, 32)))
+        check_model(Config(data=Data(boundary_width=WIDTH)), global_grid((16, 32)))

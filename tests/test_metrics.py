@@ -55,6 +55,22 @@ def test_objects_have_the_keys_of_the_contract(one_rank, tmp_path):
     assert list((tmp_path / "tensorboard").iterdir())
 
 
+def test_measured_steps_are_compared_with_the_plan_once(one_rank, tmp_path, caplog):
+    """After the steps that warm up; memory is compared on GPUs alone."""
+    metrics = open_metrics(tmp_path, resume_step=3)
+    metrics.planned = (0.5, 0.0)
+    with caplog.at_level("INFO"):
+        for step in (4, 22, 23, 24):
+            metrics.count_step()
+            metrics.log_step(step, StepResult(torch.tensor(1.0), torch.tensor(0.5)))
+            assert bool(metrics.comparison) == (step >= 23)
+    metrics.close()
+    record = next(r for r in read_records(tmp_path / "metrics.jsonl") if r["step"] == 23)
+    expected = {"step_seconds": record["step_seconds"], "planned_step_seconds": 0.5}
+    assert metrics.comparison == expected
+    assert sum("0.500 planned" in line for line in caplog.messages) == 1
+
+
 def test_lines_on_a_terminal_are_seconds_apart_but_for_the_last(one_rank, tmp_path, caplog):
     with caplog.at_level("INFO"):
         log(tmp_path, [7, 8, 9, 10])

@@ -1,6 +1,8 @@
 """plan.py as it is called: what reaches its tables, and what it refuses in one line."""
 
 import json
+import math
+import os
 import re
 from functools import cache
 from pathlib import Path
@@ -9,7 +11,9 @@ import pytest
 
 from command_line import load_config
 from plan import job
+from planning import known_runs
 from planning.clusters import load_cluster
+from planning.cost import Saves
 from planning.search import best_layouts
 from tests.planned import run_plan
 
@@ -109,14 +113,53 @@ def test_days_and_dollars_are_ranges_of_known_runs():
     assert re.search(r"^time +[\d.]+ hours for", plan("--cluster", "cpu2", config="demo"), re.MULTILINE)
 
 
+def write_run(folder: Path, seconds: list[float], device: str = "NVIDIA A100-SXM4-80GB") -> None:
+    """The folder of a run of vit1b.toml on 64 ranks."""
+    vit1b = Path(__file__).parent.parent / "train_configs" / "vit1b.toml"
+    folder.mkdir(exist_ok=True)
+    (folder / "config.toml").write_text(f'extends = "{vit1b}"\n')
+    (folder / "status.json").write_text('{"ranks": 64}\n')
+    (folder / "starts.jsonl").write_text(json.dumps({"step": 0, "device": device}) + "\n")
+    lines = [json.dumps({"step": n, "step_seconds": each}) for n, each in enumerate(seconds)]
+    (folder / "metrics.jsonl").write_text("\n".join([*lines, '{"step": 5, "val/loss": 1}']) + "\n")
+
+
+def test_the_newest_run_on_the_same_device_is_the_anchor(tmp_path, monkeypatch):
+    """One of another device is passed over, one that is far off is named and not used; both are refused
+    where --anchor names them.
+    """
+    monkeypatch.setattr(known_runs, "RUNS", tmp_path)
+    options = ("--job.config_file", "train_configs/vit1b.toml", "--cluster", "a100x64", "--anchor")
+    for number, (name, seconds, device) in enumerate(
+        [("good", 40.0, "NVIDIA A100-SXM4-80GB"), ("other", 39.0, "NVIDIA H200"), ("damaged", 1.0, "")]
+    ):
+        write_run(tmp_path / name, [seconds], device)
+        os.utime(tmp_path / name / "status.json", (number, number))
+    (tmp_path / "damaged" / "status.json").write_text('{"ranks": "many"}\n')
+    assert f"anchor {tmp_path / 'good'}: 40.000 s a step measured" in run_plan(*options, "").stdout
+    assert "anchor" not in run_plan(*options, "none").stdout
+    other = run_plan(*options, str(tmp_path / "other"))
+    assert other.returncode == 2 and "NVIDIA H200" in other.stderr
+    write_run(tmp_path / "slow", [500.0])
+    done = run_plan(*options, "")
+    assert done.returncode == 0 and f"no anchor; {tmp_path / 'slow'}: 500.000 s" in done.stdout
+    slow = run_plan(*options, str(tmp_path / "slow"))
+    assert slow.returncode == 2 and slow.stderr.count("\n") == 1
+
+
+def test_the_interval_of_saves_that_costs_least_is_youngs():
+    """sqrt(2 x 0.01 s x time between failures of 8 nodes), and never less than it takes to write one."""
+    made, cluster = figures(), load_cluster("a100x64")
+    saves = made["saves"]
+    assert saves["waits"] == pytest.approx(saves["size"] / 64 / cluster.host_link)
+    expected = math.sqrt(2 * saves["waits"] * 3600 / (8 * cluster.failures))
+    assert saves["best_interval"] == pytest.approx(expected)
+    assert Saves(1, 1e-6, 50.0).best_interval(1e-6) == 50.0 and Saves(1, 1, 1).best_interval(0) == math.inf
+
+
 def test_an_anchor_scales_layouts_of_its_kind(tmp_path):
     """A run's own plan becomes its measured seconds; a layout of another kind stays as it was."""
-    vit1b = Path(__file__).parent.parent / "train_configs" / "vit1b.toml"
-    (tmp_path / "config.toml").write_text(f'extends = "{vit1b}"\n')
-    (tmp_path / "status.json").write_text('{"ranks": 64}\n')
-    seconds = [90.0, 80.0, 50.0, 40.0, 60.0]  # two warm up
-    lines = [json.dumps({"step": n, "step_seconds": each}) for n, each in enumerate(seconds)]
-    (tmp_path / "metrics.jsonl").write_text("\n".join([*lines, '{"step": 5, "val/loss": 1}']) + "\n")
+    write_run(tmp_path, [90.0, 80.0, 50.0, 40.0, 60.0])  # two warm up
     tensor = ("--parallelism.tensor_parallel_degree", "2")
     after = figures("--anchor", str(tmp_path))
     assert after["step_seconds"] == pytest.approx(50.0)

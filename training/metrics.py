@@ -26,6 +26,7 @@ logger = logging.getLogger(__name__)
 PEAK_TFLOPS = {"H100 PCIe": 756.0, "H100 NVL": 835.0, "H200 NVL": 835.0, "GB200": 2500.0, "B200": 2250.0}
 PEAK_TFLOPS |= {"H100": 989.0, "H200": 989.0, "GH200": 989.0, "A100": 312.0, "V100": 125.0}
 SCORE = "val/loss"  # a key of every validation record
+COMPARED_AFTER = 20  # steps of a start, after which they are compared with the plan
 SECONDS_BETWEEN_LINES = 2.0  # steps can be faster than lines can be read; metrics.jsonl has every one
 
 
@@ -47,8 +48,11 @@ def memory_gib(device: torch.device) -> float:
 class Metrics:
     """Metrics of a run: scalars on the device, read and written by one rank on logging steps only."""
 
-    def __init__(self, config: Config, run: Run, batches: Batches) -> None:
-        """Create before the first `restart`."""
+    def __init__(
+        self, config: Config, run: Run, batches: Batches, planned: tuple[float, float] | None = None
+    ) -> None:
+        """Create before the first `restart`. planned: seconds of a step, bytes of a rank on a GPU or 0."""
+        self.planned, self.comparison = planned, {}
         self.config, self.steps, self.run, self.batches = config, config.training.steps, run, batches
         self.is_first, self.resume_step = dist.get_rank() == 0, 0
         self.device = run.assembly.model.device
@@ -104,12 +108,25 @@ class Metrics:
             "skipped_steps": self.run.state.bad_steps.skipped,  # since this start
         }
         self.write(record)
+        if self.planned and not self.comparison and step >= self.resume_step + COMPARED_AFTER:
+            self.compare(seconds)
         now = time.monotonic()
         is_due = step == self.steps or now - self.last_line >= SECONDS_BETWEEN_LINES
         if self.is_first and is_due:
             self.last_line = now
             logger.info(dense_line(record, self.steps))
         self.start_interval()
+
+    def compare(self, seconds: float) -> None:
+        """Log the measured time of a step, and memory on a GPU, next to those planned."""
+        assert self.planned
+        planned, size = self.planned
+        self.comparison = {"step_seconds": seconds, "planned_step_seconds": planned}
+        text = f"{seconds:.3f} s a step measured, {planned:.3f} planned ({seconds / planned:.2f} x)"
+        if size:
+            self.comparison |= {"memory_gib": memory_gib(self.device), "planned_memory_gib": size / 2**30}
+            text += f"; {memory_gib(self.device):.2f} GiB, {size / 2**30:.2f} planned"
+        logger.info(text)
 
     def write(self, record: dict[str, Any]) -> None:
         """Write a record into metrics.jsonl, where not-a-number becomes null, and to the loggers."""

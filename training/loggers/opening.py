@@ -88,5 +88,5 @@ def open_loggers(config: Config, resume_step: int, written: int) -> Loggers:
         loggers.open(name, f"{name}_run", config, resume_step, written)
     if settings.prometheus and os.environ.get("LOCAL_RANK", "0") == "0":
         name, where = f"metrics.prometheus = {settings.prometheus}", address_and_port(settings.prometheus)
-        loggers.open(name, "prometheus", *where, config.dump_folder, config.training.steps)
+        loggers.open(name, "prometheus", *where, config)
     return loggers

@@ -1,12 +1,12 @@
 """Prometheus and other readers of OpenMetrics (prometheus-client, an extra); names: docs/metrics.md."""
 
 import time
-from pathlib import Path
 from typing import Any
 
 from prometheus_client import CollectorRegistry, Gauge, ProcessCollector, start_http_server  # type: ignore[reportMissingImports]
 
 from checkpoints.files import complete_steps, step_folder
+from config import Config
 from jobs.heartbeat import activity
 
 # Key of metrics.jsonl -> its name here, and the factor to SI units.
@@ -21,12 +21,14 @@ RENAMED = {
 class Logger:
     """Serves the last values from a thread. Raises OSError if the port is taken."""
 
-    def __init__(self, address: str, port: int, folder: Path, steps: int) -> None:
-        self.checkpoints, self.started = folder / "checkpoints", time.time()
+    def __init__(self, address: str, port: int, config: Config) -> None:
+        self.checkpoints, self.started = config.dump_folder / "checkpoints", time.time()
+        # Steps between two records and two saves: alerts have their limits in the times that these take.
+        self.intervals = {"log": config.metrics.log_freq, "checkpoint": config.checkpoint.interval}
         self.registry, self.gauges = CollectorRegistry(), dict[str, Gauge]()
         ProcessCollector(registry=self.registry)
         values = {"start_timestamp_seconds": self.started, "step_timestamp_seconds": self.started}
-        for name, value in (values | {"last_step": steps, "skipped_steps": 0}).items():
+        for name, value in (values | {"last_step": config.training.steps, "skipped_steps": 0}).items():
             self._gauge(name).set(value)
         self._gauge("heartbeat_age_seconds").set_function(lambda: activity.seconds)
         if self.checkpoints.is_dir():
@@ -51,6 +53,9 @@ class Logger:
                 self._gauge(name).set(value * factor)
         if "loss" in record:
             self._gauge("step_timestamp_seconds").set_to_current_time()
+        if "step_seconds" in record:
+            for name, steps in self.intervals.items():
+                self._gauge(f"{name}_interval_seconds").set(steps * record["step_seconds"])
         if "data_seconds" in record:
             self._gauge("data_wait_ratio").set(record["data_seconds"] / record["step_seconds"])
 
