@@ -229,7 +229,7 @@ def expected(case: Case) -> tuple[dict[tuple[str, str, str, int], Any], list[str
         for name in names:
             own = {}
             for n, f in there.items():
-                if name in f.values:
+                if name in f.values and not np.isnan(pick(f.values[name], f.axes["time"], dates)).all():
                     of_lead = f.values[name][:, [*f.axes["lead"]].index(lead)]
                     own[n] = pick(of_lead, f.axes["time"], dates)
             analysis = pick(truth.values[name], truth.axes["time"], dates + lead)
