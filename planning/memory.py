@@ -86,6 +86,7 @@ def stage_memory(work: Workload, first: bool, last: bool) -> Memory:
         "recomputed": recomputed(work),
         "gradients of activations": s * (tp + (tp > 1) + model.hidden_units),
         "gradients being reduced": down,
+        "float8 casts": float8_bytes(work),
     }
     second = backward | {
         "gradients": earlier or own,
@@ -160,7 +161,7 @@ def weight_copies(work: Workload, first: bool, last: bool) -> float:
 
     Compiled blocks that are computed again cast theirs again: one block's are alive.
     """
-    if work.uses_fsdp or work.itemsize == FLOAT32:
+    if work.uses_fsdp or work.itemsize == FLOAT32 or work.float8:  # float8 casts them again in every pass
         return 0
     (block, number), (rest, _) = stage_shapes(work, first, last)
     again = work.compiled and work.ac_mode != "none"
@@ -233,11 +234,12 @@ def block_activations(work: Workload, mode: str) -> float:
     if mode in ("full", "every_n_blocks"):
         return s / (work.every_n if mode == "every_n_blocks" else 1)
     sums = 4 * work.states_at_once * model.heads * work.rank_tokens  # log-sum-exp of attention
-    if mode == "selective":
-        return s * (1 + qkv + 1 + hidden) + s * tp + scores_bytes(work) + sums
     exchanged = 1 if work.degrees.cp > 1 else 0  # attention's output before and after it went back
     if work.method == "all_gather" and exchanged:  # keys and values of all ranks instead
         exchanged = (qkv - 1) * work.degrees.cp
+    if mode == "selective":
+        # float8 keeps the output of the last product, too: its input is saved after the product has run.
+        return s * (1 + qkv + 1 + hidden + work.float8) + s * tp + scores_bytes(work) + sums
     if model.rotary and not model.qk_norm:  # norms keep what they read
         # Queries are rotated, too; windows are copies of what was rotated, and of values.
         gathered = work.method == "all_gather" and work.degrees.cp > 1
@@ -269,10 +271,20 @@ def recomputed(work: Workload) -> float:
     """
     s = unit_bytes(work)
     if work.ac_mode == "selective":
-        return s * (1 + work.degrees.tp + work.model.hidden_units + normed(work))
+        gathers = work.method == "all_gather" and work.degrees.cp > 1  # keys and values of all ranks
+        keys = (work.model.qkv_features / work.model.dim - 1) * work.degrees.cp * gathers
+        return s * (1 + work.degrees.tp + work.model.hidden_units + normed(work) + keys)
     if work.ac_mode in ("full", "every_n_blocks"):
         return min(work.segment, work.rank_layers) * block_activations(work, "none") - s
     return 0.0
+
+
+def float8_bytes(work: Workload) -> float:
+    """Bytes of casts of the input of mlp.down: uncompiled in float32 twice, as scaled and as clamped."""
+    if not work.float8:
+        return 0.0
+    wide = 2 * FLOAT32 / work.itemsize if not work.compiled else 0.0
+    return unit_bytes(work) * (1.4 + (wide + 0.5) * work.model.mlp_dim / work.model.dim)
 
 
 # -- fields

@@ -13,48 +13,73 @@ from dataclasses import dataclass
 from parallelisms.degrees import AXES, Degrees
 from planning.clusters import Cluster, Link
 from planning.collectives import Collective
+from planning.constants import FLOAT32
 from planning.workload import Workload
 
 Calls = Counter[Collective]  # how many of each
 
 
-def tensor_collectives(work: Workload) -> Calls:
-    """Collectives of a micro-batch: two gathers and two reduce-scatters a block, forward and backward.
+def tensor_collectives(work: Workload) -> tuple[Calls, Calls]:
+    """Collectives of a micro-batch, forward and backward: two gathers and two reduce-scatters a block each.
 
-    The ends exchange tokens for width.
-
-    Where a backend has no all-to-all (gloo) that exchange is a gather of the whole, twice at either end.
+    The ends exchange tokens for width. Where a backend has no all-to-all (gloo) that exchange is a gather of
+    the whole. Recomputation repeats those of the forward pass, but for the last reduce-scatter of a segment.
     """
     tokens, depth = work.states_at_once * work.rank_tokens * work.degrees.tp, work.model.layers
-    block, end = tokens * work.model.dim * work.itemsize, tokens * work.model.out_features * work.itemsize
-    calls = Counter({Collective("all-gather", "tp", block): 4 + 4 * depth})
-    calls[Collective("reduce-scatter", "tp", block)] += 4 * depth
-    calls[Collective("all-gather", "tp", end)] += 1
-    calls[Collective("reduce-scatter", "tp", end)] += 1
-    return calls
+    gather, scatter, end_gather, end_scatter = (
+        Collective(kind, "tp", tokens * features * work.itemsize)
+        for features in (work.model.dim, work.model.out_features)
+        for kind in ("all-gather", "reduce-scatter")
+    )
+    forward = Counter({gather: 2 + 2 * depth, scatter: 2 * depth, end_scatter: 1})
+    backward = Counter({gather: 2 + 2 * depth, scatter: 2 * depth, end_gather: 1})
+    if work.ac_mode != "none":
+        backward += Counter({gather: 2 * depth, scatter: 2 * depth - math.ceil(depth / work.segment)})
+    return forward, backward
 
 
-def context_collectives(work: Workload) -> Calls:
-    """Collectives of a micro-batch. ulysses: two exchanges a block and pass; all_gather: one gather, one
-    reduce-scatter; ring: sends.
+def context_collectives(work: Workload) -> tuple[Calls, Calls]:
+    """Collectives of a micro-batch, forward and backward. ulysses: two exchanges a block and pass;
+    all_gather: one gather, one reduce-scatter; ring: sends.
 
     The ring's forward passes keys and values on cp - 1 times, its backward again, and their gradients cp
-    times, home.
+    times, home. Recomputation repeats those of the forward pass; "selective" keeps what the ring received.
     """
     cp, depth = work.degrees.cp, work.model.layers
     values = work.states_at_once * work.rank_tokens  # a value of each token
     queries, keys = values * work.model.dim, values * (work.model.qkv_features - work.model.dim)  # and values
-    calls: Calls = Counter()
     if work.method == "ulysses":
-        calls[Collective("all-to-all", "cp", (queries + keys) * work.itemsize)] += 2 * depth
-        calls[Collective("all-to-all", "cp", queries * work.itemsize)] += 2 * depth
+        sizes = ((queries + keys) * work.itemsize, queries * work.itemsize)
+        forward: Calls = Counter({Collective("all-to-all", "cp", size): depth for size in sizes})
+        backward: Calls = Counter(forward)
     elif work.method == "all_gather":
-        calls[Collective("all-gather", "cp", cp * keys * work.itemsize)] += depth
-        calls[Collective("reduce-scatter", "cp", cp * keys * work.itemsize)] += depth
+        forward = Counter({Collective("all-gather", "cp", cp * keys * work.itemsize): depth})
+        backward = Counter({Collective("reduce-scatter", "cp", cp * keys * work.itemsize): depth})
     else:
-        calls[Collective("send", "cp", keys * work.itemsize)] += 2 * (cp - 1) * depth
-        calls[Collective("send", "cp", keys * work.reduce_itemsize)] += cp * depth
-    return calls
+        forward = Counter({Collective("send", "cp", keys * work.itemsize): (cp - 1) * depth})
+        backward = Counter(forward)
+        backward[Collective("send", "cp", keys * work.reduce_itemsize)] += cp * depth
+    repeated = work.ac_mode != "none" and (work.ac_mode != "selective" or work.method != "ring")
+    return forward, backward + forward if repeated else backward
+
+
+def rollout_collectives(work: Workload) -> tuple[Calls, Calls]:
+    """Collectives along tp and along cp of a step of a rollout that is forecast first and then goes back.
+
+    The output is gathered; the gradient of the window is summed over the ranks of the sample, and over tp
+    that of the patches.
+    """
+    samples, tp, cp = work.states_at_once, work.degrees.tp, work.degrees.cp
+    tokens, window = work.rank_tokens * tp, FLOAT32 * samples * work.history * work.field_values
+    patches = samples * tokens * work.model.in_features * (work.itemsize if work.uses_fsdp else FLOAT32)
+    output = samples * tokens * work.model.out_features * work.itemsize
+    tensor: Calls = Counter({Collective("all-gather", "tp", output): 1})
+    for size in (window, patches):
+        tensor[Collective("all-reduce", "tp", size)] += 1
+    context = Counter(
+        {Collective("all-gather", "cp", cp * output): 1, Collective("all-reduce", "cp", window): 1}
+    )
+    return tensor if tp > 1 else Counter(), context if cp > 1 else Counter()
 
 
 # -- how long they take

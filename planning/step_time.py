@@ -16,7 +16,14 @@ from planning.architecture import count, cut, padded
 from planning.clusters import Cluster, Device
 from planning.constants import FLOAT32
 from planning.memory import shard_parameters, stage_shapes, unit_bytes
-from planning.network import Route, context_collectives, route, seconds, tensor_collectives
+from planning.network import (
+    Route,
+    context_collectives,
+    rollout_collectives,
+    route,
+    seconds,
+    tensor_collectives,
+)
 from planning.workload import Workload
 
 Times = dict[str, float]  # class of kernel -> seconds
@@ -57,12 +64,12 @@ class StepTime:
 
 
 def step_time(work: Workload, cluster: Cluster) -> StepTime:
-    device, through = cluster.device, work.passes + work.forecasts / 2  # half of a pass is forward
+    device = cluster.device
     axes = ("fsdp", "dp_replicate", "cp", "tp", "pp")
     routes = {axis: route(cluster, work.degrees, axis) for axis in axes}
     blocks = [block_seconds(work, device, backward) for backward in (False, True)]
     in_block = [sum(times.values()) for times in blocks]
-    inside = inner_communication(work, device, routes)
+    inside = inner_communication(work, device, routes, in_block)
     sharding, in_all = sharding_communication(work, cluster, routes, in_block)
     hidden = max(in_all - sharding, 0.0)
     slowest = 1.0 if cluster.shared else spread(work.degrees.world)
@@ -70,12 +77,19 @@ def step_time(work: Workload, cluster: Cluster) -> StepTime:
         "update": update_seconds(work, cluster),
         "slowed by collectives": slowed_seconds(work, cluster, routes, hidden),
     }
-    communicating = {name: through * value for name, value in inside.items()} | {
-        "exposed data parallel": sharding,
+    forward, backward = inside
+    communicating = {
+        name: (work.passes + work.forecasts) * forward[name] + work.passes * backward[name]
+        for name in forward
     }
+    if work.degrees.pp == 1:
+        for name, calls in zip(forward, rollout_collectives(work), strict=False):
+            times = [n * seconds(call.kind, call.size, routes[call.axis]) for call, n in calls.items()]
+            communicating[name] += work.forecasts * sum(times)
+    communicating["exposed data parallel"] = sharding
     waiting = {
         # Stages wait for the slowest rank of the one before, and all ranks for the one that computes longest.
-        "bubble": slowest * bubble(work, in_block, sum(inside.values())),
+        "bubble": slowest * bubble(work, in_block, sum(sum(times.values()) for times in inside)),
         "dispatch": dispatch_seconds(work, cluster, sum(in_block)),
         "stragglers": (slowest - 1) * sum(computing.values()),
     }
@@ -134,22 +148,39 @@ def dispatch_seconds(work: Workload, cluster: Cluster, in_block: float) -> float
 # -- communication
 
 
-def inner_communication(work: Workload, device: Device, routes: dict[str, Route]) -> dict[str, float]:
-    """Exposed seconds of one micro-batch by class."""
-    again = 1.5 if work.ac_mode in ("full", "every_n_blocks") else 1.0  # which communicates forward again
-    part = again * work.rank_layers / work.model.layers
-    tensor, context = (
-        part * sum(number * seconds(call.kind, call.size, routes[axis]) for call, number in calls.items())
-        for axis, calls in (("tp", tensor_collectives(work)), ("cp", context_collectives(work)))
-    )
-    hiding = 0.0
-    if work.method == "ring":
-        attending = sum(attention_seconds(work, device, backward) for backward in (False, True))
-        hiding = work.rank_layers * attending * (1 - 1 / work.degrees.cp)
-    return {
-        "exposed tensor parallel": tensor,
-        "exposed context parallel": max(context - hiding, 0.0),
-    }
+def inner_communication(
+    work: Workload, device: Device, routes: dict[str, Route], in_block: list[float]
+) -> list[Times]:
+    """Exposed seconds of one micro-batch by class, of its forward and of its backward pass.
+
+    The ring's sends are hidden by attention. A stage of a pipeline sends its tokens on, and their gradients
+    back, and waits for those of its neighbours before it goes on. `in_block`: seconds that a block computes,
+    forward and backward.
+    """
+    passes = []
+    for is_backward in (False, True):
+        tensor, context = (
+            sum(number * seconds(call.kind, call.size, routes[axis]) for call, number in calls.items())
+            * (work.rank_layers / work.model.layers)
+            for axis, calls in (
+                ("tp", tensor_collectives(work)[is_backward]),
+                ("cp", context_collectives(work)[is_backward]),
+            )
+        )
+        if work.method == "ring":
+            attending = work.rank_layers * attention_seconds(work, device, is_backward)
+            context = max(context - attending * (1 - 1 / work.degrees.cp), 0.0)
+        sent = work.stages_of_rank * seconds("send", unit_bytes(work), routes["pp"])
+        if work.stages_of_rank > 1:  # of one stage while the next computes
+            sent = max(sent - work.rank_layers * in_block[is_backward], 0.0)
+        passes.append(
+            {
+                "exposed tensor parallel": tensor,
+                "exposed context parallel": context,
+                "exposed pipeline": sent,
+            }
+        )
+    return passes
 
 
 def sharding_communication(

@@ -11,7 +11,7 @@ from collections import Counter
 from planning.architecture import cut, padded
 from planning.collectives import Collective
 from planning.memory import stage_shapes
-from planning.network import Calls, context_collectives, tensor_collectives
+from planning.network import Calls, context_collectives, rollout_collectives, tensor_collectives
 from planning.workload import Workload
 
 FIRST_BUCKET = 2**20  # bytes, of DDP
@@ -34,9 +34,11 @@ def step_collectives(work: Workload, pipeline_rank: int = 0, loss: str = "mse") 
     elif degrees.dp_replicate > 1:
         calls += ddp_collectives(work)
     if degrees.tp > 1:
-        calls += times(tensor_collectives(work), work.passes)
+        calls += of_passes(work, tensor_collectives(work))
     if degrees.cp > 1:
-        calls += times(context_collectives(work), work.passes)
+        calls += of_passes(work, context_collectives(work))
+    for axis in rollout_collectives(work):
+        calls += times(axis, work.forecasts)
     roots = {"relative_l2": 1, "rmse": 3}.get(loss, 0)  # a sample: of all its errors, or of each variable
     if roots:
         for axis in ("tp", "cp"):
@@ -114,6 +116,12 @@ def pipeline_collectives(work: Workload, rank: int) -> Calls:
         calls[Collective("all-gather", "fsdp", gathered)] += number * work.reductions
         calls[Collective("reduce-scatter", "fsdp", reduced)] += number * work.reductions
     return calls
+
+
+def of_passes(work: Workload, calls: tuple[Calls, Calls]) -> Calls:
+    """Those of a step, from those of a micro-batch forward and backward; rollouts begin with forecasts."""
+    forward, backward = calls
+    return times(forward, work.passes + work.forecasts) + times(backward, work.passes)
 
 
 def times(calls: Calls, number: int) -> Calls:

@@ -1,13 +1,14 @@
 """Seconds of a step, each term against a sum done by hand."""
 
 import itertools
+from dataclasses import replace
 
 import pytest
 
 from config import Model
 from parallelisms.degrees import Degrees
 from planning.architecture import Architecture, architecture_of, count
-from planning.clusters import load_cluster
+from planning.clusters import Link, load_cluster
 from planning.constants import ORDINARY
 from planning.memory import field_bytes, memory, unit_bytes
 from planning.search import best_layouts, candidates, changes, changes_that_fit, check_device, fitting
@@ -146,8 +147,19 @@ def test_exchanges_are_put_in_order(backward):
 def test_a_rank_of_more_stages_waits_less():
     work = WORK.replace(degrees=Degrees(pp=4, dp_shard=16), local_batch=64, global_batch=1024)
     names = ("1F1B", "Interleaved1F1B", "InterleavedZeroBubble")
-    first, second, third = (step_time(work.replace(schedule=n), A100).classes["bubble"] for n in names)
+    fast = replace(A100, inside=Link(0, 1e18), between=Link(0, 1e18))
+    first, second, third = (step_time(work.replace(schedule=n), fast).classes["bubble"] for n in names)
     assert (second, third) == (pytest.approx(first / 2), pytest.approx(first / 6))
+
+
+def test_sends_of_a_pipeline_take_time():
+    """A link a thousand times slower changed nothing. Each micro-batch is sent on and its gradient back."""
+    work = WORK.replace(degrees=Degrees(pp=4, dp_shard=16), local_batch=64, global_batch=1024)
+    slow = replace(A100, between=Link(0, A100.between.bandwidth / 1000))
+    times = [step_time(work, cluster).classes for cluster in (A100, slow)]
+    one = unit_bytes(work) * A100.devices_per_node / A100.between.bandwidth
+    assert times[0]["exposed pipeline"] == pytest.approx(2 * 64 * one, rel=0.02)
+    assert times[1]["exposed pipeline"] > 900 * times[0]["exposed pipeline"]
 
 
 def test_uncompiled_tensor_parallelism_takes_as_long_as_python_does():
