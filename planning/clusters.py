@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from errors import ConfigError, nearest
-from planning.constants import ORDINARY, SCORE_BYTES
+from planning.constants import REACHED, SCORE_BYTES
 
 PRECISION = {"float32": "fp32", "bfloat16": "bf16", "float16": "bf16", "float8": "fp8"}
 # Of model.attention_backend: cuDNN's, which torch 2.11 chooses by itself ("sdpa": benchmarks/gpu.sh on an
@@ -45,14 +45,9 @@ class Device:
         return of_input + self.product_seconds(1, outputs, rows, inputs, dtype)
 
     def product_seconds(self, number: int, rows: int, inputs: int, outputs: int, dtype: str) -> float:
-        """Seconds of `number` products of matrices.
-
-        Each tile of the output is written after it is computed. With few inputs per row (a narrow model, or
-        many tensor-parallel ranks) writing takes longer than computing.
-        """
-        rate = ORDINARY * self.matmul.get(PRECISION[dtype], self.matmul["bf16"])
-        written = (4 if dtype == "float32" else 2) * rows * outputs
-        return number * (2 * rows * inputs * outputs / rate + written / self.bandwidth)
+        """Seconds of `number` products of matrices."""
+        rate = REACHED * self.matmul.get(PRECISION[dtype], self.matmul["bf16"])
+        return number * 2 * rows * inputs * outputs / rate
 
     def attention_seconds(
         self, batch: int, heads: int, tokens: int, head_dim: int, dtype: str, backward: bool, backend: str

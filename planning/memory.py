@@ -238,8 +238,9 @@ def block_activations(work: Workload, mode: str) -> float:
     if work.method == "all_gather" and exchanged:  # keys and values of all ranks instead
         exchanged = (qkv - 1) * work.degrees.cp
     if mode == "selective":
-        # float8 keeps the output of the last product, too: its input is saved after the product has run.
-        return s * (1 + qkv + 1 + hidden + work.float8) + s * tp + scores_bytes(work) + sums
+        # Uncompiled, float8 keeps the output of the last product, too: its input is saved after it has run.
+        hidden += work.float8 and not work.compiled
+        return s * (1 + qkv + 1 + hidden) + s * tp + scores_bytes(work) + sums
     if model.rotary and not model.qk_norm:  # norms keep what they read
         # Queries are rotated, too; windows are copies of what was rotated, and of values.
         gathered = work.method == "all_gather" and work.degrees.cp > 1
@@ -280,11 +281,11 @@ def recomputed(work: Workload) -> float:
 
 
 def float8_bytes(work: Workload) -> float:
-    """Bytes of casts of the input of mlp.down: uncompiled in float32 twice, as scaled and as clamped."""
-    if not work.float8:
+    """Bytes of casts of the input of mlp.down: in float32 twice, as scaled and as clamped, if uncompiled."""
+    if not work.float8 or work.compiled:
         return 0.0
-    wide = 2 * FLOAT32 / work.itemsize if not work.compiled else 0.0
-    return unit_bytes(work) * (1.4 + (wide + 0.5) * work.model.mlp_dim / work.model.dim)
+    units = 1.4 + (2 * FLOAT32 / work.itemsize + 0.5) * work.model.mlp_dim / work.model.dim
+    return unit_bytes(work) * units
 
 
 # -- fields

@@ -128,7 +128,7 @@ def seconds(kind: str, size: float, on: Route) -> float:
     if on.ranks == 1:
         return 0.0
     if kind == "all-reduce":
-        return min(ring_all_reduce(on.ranks, on.ring, size), tree_all_reduce(on, size))
+        return ring_all_reduce(on.ranks, on.ring, size)
     if kind in ("all-gather", "reduce-scatter"):
         return ring_all_reduce(on.ranks, on.ring, size) / 2
     if kind == "all-to-all":
@@ -139,13 +139,6 @@ def seconds(kind: str, size: float, on: Route) -> float:
 def ring_all_reduce(ranks: int, link: Link, size: float) -> float:
     """2 (n - 1) alpha + 2 (n - 1) / n S / B; the two halves are a reduce-scatter and an all-gather."""
     return 2 * (ranks - 1) * link.latency + 2 * (ranks - 1) / ranks * size / link.bandwidth
-
-
-def tree_all_reduce(on: Route, size: float) -> float:
-    """Up a binary tree of nodes and down again, chains inside them: few latencies, all bytes twice."""
-    depth = math.ceil(math.log2(max(on.nodes, 1)))
-    latency = depth * on.between.latency + (on.per_node - 1) * on.inside.latency
-    return 2 * latency + 2 * size / on.ring.bandwidth
 
 
 def all_to_all(on: Route, size: float) -> float:

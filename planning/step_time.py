@@ -90,7 +90,6 @@ def step_time(work: Workload, cluster: Cluster) -> StepTime:
     waiting = {
         # Stages wait for the slowest rank of the one before, and all ranks for the one that computes longest.
         "bubble": slowest * bubble(work, in_block, sum(sum(times.values()) for times in inside)),
-        "dispatch": dispatch_seconds(work, cluster, sum(in_block)),
         "stragglers": (slowest - 1) * sum(computing.values()),
     }
     factor = cluster.anchor.factor(work) if cluster.anchor else 1.0
@@ -134,15 +133,6 @@ def spread(devices: int) -> float:
 def normal_maximum(number: int) -> float:
     """Expected largest of `number` standard normal numbers (Blom 1958), within 1 %."""
     return NormalDist().inv_cdf((number - 0.375) / (number + 0.25))
-
-
-def dispatch_seconds(work: Workload, cluster: Cluster, in_block: float) -> float:
-    """Return the extra seconds of Python for uncompiled blocks of DTensors; a CPU computes meanwhile."""
-    if work.compiled or cluster.shared:
-        return 0.0
-    used = ["tensor"] * (work.degrees.tp > 1) + [work.method] * (work.degrees.cp > 1)
-    late = max([constants.DISPATCH[name] for name in used], default=0.0) - in_block
-    return max(late, 0.0) * (work.passes + work.forecasts) * work.rank_layers
 
 
 # -- communication
@@ -298,28 +288,7 @@ def elementwise_units(work: Workload, backward: bool) -> dict[str, float]:
     units = constants.PASSES[work.compiled, backward] | {activation: passes * hidden}
     if not work.compiled and work.itemsize < FLOAT32:
         units["norm cast"] = constants.NORM_CASTS[backward]
-    return units | {"sum": (5 + hidden) * backward, "exchange": exchange_units(work, backward)}
-
-
-def exchange_units(work: Workload, backward: bool) -> float:
-    """Return the units that a pass copies or adds around its collectives.
-
-    DTensor gathers into the first dim and moves tokens to the second (torch's _maybe_view_chunk_cat), and
-    back before it scatters. ulysses stacks q, k and v, puts them and the output in the order of ranks, then
-    of tokens; all_gather does so with keys and values. The ring adds up its parts in float32. Windows that
-    cut rows are copied together, q, k, v and the output.
-    """
-    cp, tp = work.degrees.cp, work.degrees.tp
-    copied = 8.0 * tp * (tp > 1 and work.states_at_once > 1) + 8 * work.model.copied_fraction
-    if cp == 1:
-        return copied
-    keys = (work.model.qkv_features / work.model.dim - 1) / 2  # fewer than queries where these share them
-    if work.method == "ulysses":
-        return copied + (4 if work.compiled else 6) * (1 + 2 * keys) + 4
-    if work.method == "all_gather":
-        return copied + 4 * keys * (1 + cp)
-    merged = work.itemsize + 8 + 44 * keys if backward else work.itemsize + 24
-    return copied + cp * merged / work.itemsize
+    return units | {"sum": (5 + hidden) * backward}
 
 
 def elementwise_seconds(work: Workload, device: Device, backward: bool) -> float:
