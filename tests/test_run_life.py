@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 import evaluate
 from checkpoints import checkpointer as saving
-from checkpoints import files
+from checkpoints import files, writer
 from checkpoints.checkpointer import find_undamaged
 from checkpoints.files import Unreadable, clear_leftovers, complete_steps, prune, step_folder
 from config import Config, Optimizer
@@ -122,7 +122,7 @@ def test_a_checkpoint_that_is_read_is_kept_where_locks_need_a_writer(one_rank, t
 
 def test_a_last_save_that_fails_after_its_rename_is_there(build, tmp_path, monkeypatch):  # noqa: F811
     """All further tries ended with "Directory not empty", and the run with 1."""
-    run, plain, failed = Run(), saving.sync_folder, []
+    run, plain, failed = Run(), writer.sync_folder, []
 
     def sync_folder(path: Path) -> None:
         if path == tmp_path and not failed:
@@ -130,7 +130,7 @@ def test_a_last_save_that_fails_after_its_rename_is_there(build, tmp_path, monke
             raise OSError(errno.EIO, "Input/output error")
         plain(path)
 
-    monkeypatch.setattr("checkpoints.writer.sync_folder", sync_folder)
+    monkeypatch.setattr(writer, "sync_folder", sync_folder)
     checkpointer = build()
     run.step()
     run.save(checkpointer)

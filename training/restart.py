@@ -8,7 +8,7 @@ from typing import Protocol
 
 from checkpoints.checkpointer import Checkpointer
 from checkpoints.files import step_folder, stored_tensors
-from checkpoints.initial_weights import start_from
+from checkpoints.weights import start_from
 from config import Config
 from datasets.grid import Grid
 from training.bad_steps import WINDOW, TrainingDiverged
@@ -77,10 +77,10 @@ class Restart:
         there is no such checkpoint, or the run has gone back to it before.
         """
         bad_steps, progress = self.state.bad_steps, self.state.progress
-        step = self.checkpointer.newest(bad_steps.first - 2) if self.checkpointer else None
-        if self.checkpointer and step is None:  # pruned: a later one, if the step after it was good
-            oldest = self.checkpointer.oldest()
-            step = None if oldest is None or bad_steps.bad[(oldest + 1) % WINDOW] else oldest
+        before = bad_steps.first - 2
+        step = self.checkpointer.newest(before) if self.checkpointer else None
+        if step is not None and step > before and bad_steps.bad[(step + 1) % WINDOW]:
+            step = None  # the older ones were pruned, and the step after this one was bad
         if self.checkpointer is None or step is None or step == progress.went_back_to:
             again = f"going back to step {step} and taking other samples did not help"
             tried = again if step else "no checkpoint to go back to"
