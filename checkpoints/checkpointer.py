@@ -26,30 +26,12 @@ from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType, AsyncSaveResponse
 from torch.distributed.tensor import DTensor
 
-from checkpoints.files import (
-    DAMAGED,
-    INCOMPLETE,
-    MANIFEST,
-    Damaged,
-    Missing,
-    Unreadable,
-    candidates,
-    check_files,
-    clear_leftovers,
-    complete_steps,
-    is_checkpoint,
-    lock,
-    prune,
-    read_manifest,
-    read_tensors,
-    remove,
-    set_aside,
-    step_folder,
-)
+from checkpoints import files
+from checkpoints.files import Damaged, Missing, Unreadable, complete_steps, step_folder
 from checkpoints.writer import CheckpointProcess, CheckpointWriter
 from config import Checkpoint
 from errors import DataError, refuse
-from parallelisms.mesh import cpu_group, from_first_rank, on_all_ranks
+from parallelisms.mesh import cpu_group, from_all_ranks, from_first_rank, on_all_ranks
 
 logger = logging.getLogger(__name__)
 RETRY_SECONDS = (1, 2, 4, 8, 16)  # before each further attempt at the last save
@@ -84,7 +66,7 @@ class Checkpointer:
         self.names: list[str] = []  # of all tensors of this rank at the last save
         self.written: set[str] = set()  # the names of those that this rank writes
         self.size = 0  # bytes of a checkpoint
-        from_first_rank(lambda: clear_leftovers(self.folder))
+        from_first_rank(lambda: files.clear_leftovers(self.folder))
 
     # -- saving ------------------------------------------------------------------------------------------
 
@@ -130,7 +112,7 @@ class Checkpointer:
         DCP would copy what other ranks write, too: of replicas, as under DDP and HSDP, the whole on each.
         """
         names, is_alive = list(tensors), not self.process or self.process.is_alive
-        answers = gather((names == self.names, is_alive))
+        answers = from_all_ranks((names == self.names, is_alive))
         if not all(is_known for is_known, _ in answers):
             self.names, self.written = names, choose_written(tensors)
         if self.process and not all(is_alive for _, is_alive in answers):
@@ -141,9 +123,9 @@ class Checkpointer:
         if self.process and not self.stager:
             # The copies of all ranks of this host are there.
             local = [t.to_local() if isinstance(t, DTensor) else t for t in tensors.values()]
-            needed = max(gather(sum(tensor.nbytes for tensor in local)))
+            needed = max(from_all_ranks(sum(tensor.nbytes for tensor in local)))
             needed *= int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-            free = min(gather(shutil.disk_usage(SHARED_MEMORY).free))
+            free = min(from_all_ranks(shutil.disk_usage(SHARED_MEMORY).free))
             if needed > free:
                 self.process = self.process.close()
                 if dist.get_rank() == 0:
@@ -169,7 +151,7 @@ class Checkpointer:
 
     def poll(self) -> None:
         """Log the result of the current save if it has ended on all ranks."""
-        if self.in_flight and all(gather(self.in_flight[1].done())):
+        if self.in_flight and all(from_all_ranks(self.in_flight[1].done())):
             self.wait()
 
     def wait(self) -> None:
@@ -188,7 +170,7 @@ class Checkpointer:
             problem = "; ".join(f"rank {rank}: {failure}" for rank, failure in failures[:3])
         except (OSError, RuntimeError) as error:
             problem = str(error)
-        self.last_error = next(filter(None, gather(problem)), "")  # of the lowest rank that has one
+        self.last_error = next(filter(None, from_all_ranks(problem)), "")  # of the lowest rank that has one
         self.failed_step = step if self.last_error else -1
         if not self.last_error:
             self.saved_step = step
@@ -196,14 +178,14 @@ class Checkpointer:
             self.prune()
         elif dist.get_rank() == 0:
             unfinished = step_folder(self.folder, step)
-            shutil.rmtree(unfinished.with_name(unfinished.name + INCOMPLETE), ignore_errors=True)
+            shutil.rmtree(unfinished.with_name(unfinished.name + files.INCOMPLETE), ignore_errors=True)
             logger.warning(f"the checkpoint of step {step} {self._failure()}; training goes on")
 
     def prune(self) -> None:
         """Remove older checkpoints that a save has not removed; if it fails, retry after the next save."""
         try:
             if dist.get_rank() == 0:
-                prune(self.folder, self.keep, self.spared_step)
+                files.prune(self.folder, self.keep, self.spared_step)
         except (OSError, Unreadable) as error:
             logger.warning(f"older checkpoints are not removed, until after the next save: {error}")
 
@@ -259,7 +241,7 @@ class Checkpointer:
 
         def list_candidates() -> list[Path]:
             steps = complete_steps(self.folder)
-            names = [path.name for path in sorted(self.folder.glob(f"step-*{DAMAGED}*"))]
+            names = [path.name for path in sorted(self.folder.glob(f"step-*{files.DAMAGED}*"))]
             if names and not steps:
                 raise DataError(
                     f"{self.folder}: no checkpoint is left that can be trusted; damaged ones are set aside "
@@ -278,7 +260,7 @@ class Checkpointer:
         def remove_later() -> None:
             for later in complete_steps(self.folder):
                 if later > step:
-                    remove(step_folder(self.folder, later), even_if_read=True)
+                    files.remove(step_folder(self.folder, later), even_if_read=True)
 
         from_first_rank(remove_later)
         self.saved_step = step or -1
@@ -286,14 +268,7 @@ class Checkpointer:
     def load(self, step: int, tensors: dict[str, Tensor]) -> None:
         """Fill tensors from the checkpoint of `step`, whatever layout wrote it. Raises DataError."""
         folder = step_folder(self.folder, step)
-        on_all_ranks(lambda: read_tensors(folder, tensors))
-
-
-def gather(value: Any) -> list[Any]:
-    """Return the values of all ranks."""
-    values: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(values, value)
-    return values
+        on_all_ranks(lambda: files.read_tensors(folder, tensors))
 
 
 def choose_written(tensors: dict[str, Tensor]) -> set[str]:
@@ -347,8 +322,8 @@ def find_undamaged(list_candidates: Callable[[], Iterable[Path]], sets_aside: bo
             for folder in fresh:
                 tried.add(folder)
                 with suppress(Damaged, Unreadable):  # which the check reports
-                    locks.append(lock(folder))
-                if is_checkpoint(folder):  # else it was removed meanwhile
+                    locks.append(files.lock(folder))
+                if files.is_checkpoint(folder):  # else it was removed meanwhile
                     return folder
         return None
 
@@ -357,7 +332,7 @@ def find_undamaged(list_candidates: Callable[[], Iterable[Path]], sets_aside: bo
             check_together(folder)
             return Found(folder, locks[-1])
         except Damaged as error:
-            aside = from_first_rank(partial(set_aside, folder)) if sets_aside else ""
+            aside = from_first_rank(partial(files.set_aside, folder)) if sets_aside else ""
             logger.warning("%s%s; taking the one before", error, aside)
     return None
 
@@ -369,12 +344,12 @@ def check_together(folder: Path) -> None:
     """
     for pause in (*READ_SECONDS, None):
         try:
-            return on_all_ranks(partial(check_files, folder, dist.get_rank(), dist.get_world_size()))
+            return on_all_ranks(partial(files.check_files, folder, dist.get_rank(), dist.get_world_size()))
         except Missing as error:
-            names = {MANIFEST}
+            names = {files.MANIFEST}
             with suppress(Damaged, Unreadable):
-                names |= read_manifest(folder)["files"].keys()
-            if set.intersection(*gather({name for name in names if not (folder / name).exists()})):
+                names |= files.read_manifest(folder)["files"].keys()
+            if set.intersection(*from_all_ranks({name for name in names if not (folder / name).exists()})):
                 raise
             problem = f"{error} on some ranks, and there on others: is the folder shared by all nodes?"
         except Unreadable as error:
@@ -390,10 +365,10 @@ def find_checkpoint(key: str, text: str) -> Found:
 
     Called by all ranks together. Raises ConfigError.
     """
-    return find_undamaged(lambda: candidates(Path(text))) or refuse(key, text, NO_CHECKPOINT)
+    return find_undamaged(lambda: files.candidates(Path(text))) or refuse(key, text, NO_CHECKPOINT)
 
 
 def expect_checkpoint(key: str, text: str) -> None:
     """Raise ConfigError if a folder that a key names has no checkpoint, damaged or not."""
-    if not any(candidates(Path(text))):
+    if not any(files.candidates(Path(text))):
         refuse(key, text, NO_CHECKPOINT)

@@ -40,6 +40,7 @@ from torch.distributed.checkpoint.metadata import (
 from errors import ConfigError, DataError, RunFailed, as_user_error, refuse
 from jobs.durable_files import write_durably
 from parallelisms.mesh import copy_part
+from parallelisms.peer_messages import PeerUnpickler
 
 logger = logging.getLogger(__name__)
 COMPLETE = re.compile(r"step-(\d{8})$")
@@ -49,23 +50,6 @@ MANIFEST, METADATA, WEIGHTS = "manifest.json", ".metadata", "model.safetensors"
 BEST = "best.json"
 CHUNK = 2**24  # bytes read at once for a checksum
 Files = dict[str, tuple[int, int]]  # name -> bytes, CRC-32
-
-# Classes in the metadata of tensors; any other class could run code.
-ALLOWED = {
-    "torch.distributed.checkpoint.metadata": {
-        "ChunkStorageMetadata",
-        "Metadata",
-        "MetadataIndex",
-        "StorageMeta",
-        "TensorProperties",
-        "TensorStorageMetadata",
-        "_MEM_FORMAT_ENCODING",
-    },
-    "torch.distributed.checkpoint.filesystem": {"_StorageInfo"},
-    "torch.serialization": {"_get_layout"},
-    "torch": {"Size", "bfloat16", "bool", "float16", "float32", "float64", "int32", "int64", "int8", "uint8"},
-    "pathlib": {"PosixPath"},  # where DCP wrote the checkpoint
-}
 
 
 class Damaged(DataError):
@@ -196,11 +180,11 @@ def read_manifest(folder: Path) -> dict[str, Any]:
         first, _, text = path.read_bytes().partition(b"\n")
     try:
         crc32 = json.loads(first)["crc32"]
-        if crc32 == zlib.crc32(text):
-            return json.loads(text) | {"crc32": crc32}
-    except (ValueError, KeyError, TypeError) as error:
+        if crc32 != zlib.crc32(text):
+            raise Damaged(f"{path}: its checksum is not the one written in it")
+        return json.loads(text) | {"crc32": crc32}
+    except (json.JSONDecodeError, UnicodeDecodeError, KeyError, TypeError) as error:
         raise Damaged(f"{path}: cannot be read ({error})") from None
-    raise Damaged(f"{path}: its checksum is not the one written in it")
 
 
 def check_files(folder: Path, part: int = 0, parts: int = 1) -> None:
@@ -224,13 +208,13 @@ def check_files(folder: Path, part: int = 0, parts: int = 1) -> None:
 # -- reading -------------------------------------------------------------------------------------------
 
 
-class MetadataUnpickler(pickle.Unpickler):
-    """Unpickler that accepts the classes in ALLOWED and refuses all others by name."""
+class MetadataUnpickler(PeerUnpickler):
+    """Unpickler of torch's plain data and of paths. Any other class could run code: it is refused by name."""
 
     def find_class(self, module: str, name: str) -> Any:
-        if name in ALLOWED.get(module, ()):
+        if module.partition(".")[0] in ("torch", "pathlib"):
             return super().find_class(module, name)
-        raise pickle.UnpicklingError(f"contains {module}.{name}, which is not the description of a tensor")
+        raise pickle.UnpicklingError(f"contains {module}.{name}, which is not plain data")
 
 
 class TensorReader(FileSystemReader):

@@ -108,7 +108,7 @@ def test_averages_stand_in_for_the_weights_and_leave_again():
 
 def average_of_shards() -> tuple[int, float]:
     """Calls of torch._foreach_lerp_ with plain tensors, and the largest error of an average."""
-    small, calls, plain = SmallRun(Layout(2), ema_decay=0.9), [], torch._foreach_lerp_
+    small, calls, plain = SmallRun(Layout(2), ema_decay=0.9), [], torch._foreach_lerp_  # type: ignore[reportPrivateImportUsage]
     small.step(0)
     average, decay = small.state.average, 3 / 12
     assert average

@@ -124,14 +124,14 @@ def test_a_checkpoint_that_is_read_is_kept_where_locks_need_a_writer(one_rank, t
 def test_a_checkpoint_that_is_removed_while_it_is_checked_is_no_damage(build, tmp_path, monkeypatch, caplog):  # noqa: F811
     """By hand, or by another run; the log named a folder that was not there."""
     Run().step_and_save(build(), 2)
-    plain = saving.check_files
+    plain = files.check_files
 
     def check_files(folder: Path, *arguments: int) -> None:
         if folder == step_folder(tmp_path, 2):
             shutil.rmtree(folder)
         plain(folder, *arguments)
 
-    monkeypatch.setattr(saving, "check_files", check_files)
+    monkeypatch.setattr(files, "check_files", check_files)
     assert build().newest() == 1
     assert "removed by another process" in caplog.text and "set aside" not in caplog.text
 

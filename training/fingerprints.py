@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor
 
 from errors import RunFailed
 from parallelisms.float8 import plain_weight
+from parallelisms.mesh import from_all_ranks
 from parallelisms.parallelize import ParallelModel
 from training.due import every
 
@@ -47,8 +48,7 @@ class Fingerprints:
             return
         place = f"{socket.gethostname()}, pid {os.getpid()}"
         mine = {part: fingerprints(parameters) for part, parameters in self.parts.items()}
-        gathered: list = [None] * dist.get_world_size()
-        dist.all_gather_object(gathered, (place, mine))
+        gathered = from_all_ranks((place, mine))
         if difference := find_difference([found for _, found in gathered]):
             raise ReplicasDiverged(self._describe(step, [place for place, _ in gathered], *difference))
         self.last_equal = f"after step {step}"
