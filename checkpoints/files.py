@@ -258,10 +258,10 @@ def read_tensors(folder: Path, tensors: dict[str, Tensor]) -> None:
     stored = stored_tensors(folder)
     for name, tensor in tensors.items():
         if name not in stored:
-            raise DataError(f"{folder}: has no {name}; another model; choose another job.dump_folder")
+            raise DataError(f"{folder}: has no {name}; take the [model] of that run")
         if stored[name].size != tensor.shape:
             shapes = f"{list(stored[name].size)} there and {list(tensor.shape)} in this configuration"
-            raise DataError(f"{folder}: {name} is {shapes}; choose another job.dump_folder")
+            raise DataError(f"{folder}: {name} is {shapes}; take the [model] of that run")
     weights = folder / WEIGHTS
     if weights.exists():
         with read_errors(weights), safe_open(weights, "pt") as file:

@@ -8,7 +8,6 @@ interpolated to another grid of the same area.
 
 import logging
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -115,8 +114,8 @@ def start_from(config: Config, parameters: Parameters, grid: Grid) -> None:
 def load_initial_weights(identity: Identity, parameters: Parameters, new: Channels, grid: Grid) -> None:
     """Fill the parameters from a checkpoint; log which of them keep their initial weights.
 
-    new, grid: the channels and the grid of this run. Raises Damaged, or ConfigError if the checkpoint has
-    none of this model's weights, or has them in another shape.
+    new, grid: the channels and the grid of this run. Raises Damaged, ConfigError if the checkpoint has none
+    of this model's weights, or frozen ones would keep their random values, DataError for other shapes.
     """
     folder, theirs = identity.folder, identity.values
     stored = stored_tensors(folder)
@@ -135,11 +134,25 @@ def load_initial_weights(identity: Identity, parameters: Parameters, new: Channe
             moves = False
 
     # -- what fits is read into place, the rest into tensors of its own
-    on_all_ranks(lambda: check_weights(folder, shapes, parameters, old, new, moves))
     changed = [name for name in shapes if name in CHANNELS or (moves and name == POSITION)]
     tensors = {name: plain_weight(parameters[name].detach()) for name in shapes}
     tensors |= {name: torch.empty(shapes[name]) for name in changed}
-    read_tensors(folder, {f"{section}.{name}": tensor for name, tensor in tensors.items()})
+
+    def read() -> None:
+        if not shapes:
+            refuse(KEY, str(folder), "has none of this model's weights; take the model of that run")
+        for name in [name for name, parameter in parameters.items() if not parameter.requires_grad]:
+            if name not in shapes:
+                reason = f"has no {name}, which would keep its random values; take the [model] of that run"
+                refuse(KEY, str(folder), reason)
+            kind = CHANNELS[name][1] if name in CHANNELS else ""
+            known, wanted = (getattr(channels, kind, ()) for channels in (old, new))
+            if fresh := [channel for channel in wanted if channel not in known]:
+                reason = f"has no {fresh[0]}, which {name} has to learn"
+                refuse(KEY, str(folder), f'{reason}; add "{name.partition(".")[0]}" to lora.also_train')
+        read_tensors(folder, {f"{section}.{name}": tensor for name, tensor in tensors.items()})
+
+    on_all_ranks(read)
     for name in changed:
         parameter, value = parameters[name].detach(), tensors[name]
         if name == POSITION:
@@ -174,38 +187,3 @@ def load_initial_weights(identity: Identity, parameters: Parameters, new: Channe
     for title, names in lists.items():
         if names:
             logger.info("%s: %s", title, ", ".join(names))
-
-
-def check_weights(
-    folder: Path,
-    shapes: dict[str, torch.Size],
-    parameters: Parameters,
-    old: Channels,
-    new: Channels,
-    moves: bool,
-) -> None:
-    """Raise ConfigError if shapes differ, or frozen weights would keep their random values.
-
-    shapes: of the parameters that the checkpoint has; old, new: the channels of the checkpoint and of this
-    model; moves: positions are interpolated to another grid.
-    """
-    if not shapes:
-        refuse(KEY, str(folder), "has none of this model's weights; take the model of that run")
-    for name, parameter in parameters.items():
-        here = list(parameter.shape)
-        if name not in shapes and not parameter.requires_grad:
-            reason = f"has no {name}, which would keep its random values; take the [model] of that run"
-            refuse(KEY, str(folder), reason)
-        if name not in shapes or (moves and name == POSITION):
-            continue
-        if name in CHANNELS:
-            dim, kind = CHANNELS[name]
-            known, wanted = getattr(old, kind), getattr(new, kind)
-            here[dim] = here[dim] // len(wanted) * len(known)
-            fresh = [channel for channel in wanted if channel not in known]
-            if fresh and not parameter.requires_grad:
-                reason = f"has no {fresh[0]}, which {name} has to learn"
-                refuse(KEY, str(folder), f'{reason}; add "{name.partition(".")[0]}" to lora.also_train')
-        if list(shapes[name]) != here:
-            shapes_differ = f"{name} is {list(shapes[name])} there and {here} in this model"
-            refuse(KEY, str(folder), f"{shapes_differ}; take the model of that run")

@@ -157,7 +157,7 @@ def test_another_model_and_an_empty_folder_are_one_line_each(one_rank, tmp_path)
     with pytest.raises(ValueError, match="initial_load_path = .*no checkpoint there"):
         start_from(tmp_path, build(NEW, 7), NEW)
     save(tmp_path)
-    with pytest.raises(ValueError, match=r"is \[.*\] there and \[.*\] in this model; take the model"):
+    with pytest.raises(ValueError, match=r"is \[.*\] there and \[.*\] in this configuration"):
         start_from(tmp_path, build(NEW, 7, dim=32), NEW)
     next((tmp_path / "checkpoints").glob("step-*/*.distcp")).unlink()
     with pytest.raises(ValueError, match="damaged ones only"):

@@ -63,12 +63,12 @@ class Restart:
         """The state has been loaded."""
         self.checkpointer, self.state = checkpointer, state
         saves: list[Restartable] = [checkpointer] if checkpointer else []
-        self.parts: list[Restartable] = [*saves, state, *others]
+        self.objects: list[Restartable] = [*saves, state, *others]
         self._continue()
 
     def _continue(self) -> None:
-        for part in self.parts:
-            part.restart(self.state.progress.step)
+        for restartable in self.objects:
+            restartable.restart(self.state.progress.step)
 
     def roll_back(self) -> None:
         """Go back to the newest checkpoint with a good step after it, and take the samples in another order.
