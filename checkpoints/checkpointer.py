@@ -186,13 +186,16 @@ class Checkpointer:
         try:
             if dist.get_rank() == 0:
                 files.prune(self.folder, self.keep, self.spared_step)
-        except (OSError, Unreadable) as error:
+        except (OSError, DataError, Unreadable) as error:
             logger.warning(f"older checkpoints are not removed, until after the next save: {error}")
 
     def _failure(self) -> str:
         """Describe why the last save failed, the free and needed space, and the last complete checkpoint."""
-        newest = max(complete_steps(self.folder), default=None)
-        free = shutil.disk_usage(self.folder).free
+        try:
+            newest = max(complete_steps(self.folder), default=None)
+            free = shutil.disk_usage(self.folder).free
+        except (OSError, DataError, Unreadable) as error:  # the folder has vanished, or its disk
+            return f"could not be written: {self.last_error}; {self.folder} cannot be read: {error}"
         return (
             f"could not be written: {self.last_error} ({free / 1e6:,.0f} MB free in {self.folder}, a "
             f"checkpoint takes {self.size / 1e6:,.0f} MB); the last complete one: "

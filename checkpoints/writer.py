@@ -32,8 +32,8 @@ from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemWriter
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.futures import Future
 
-from checkpoints.files import DELETING, INCOMPLETE, Files, prune, write_manifest
-from errors import STOP_SIGNALS
+from checkpoints.files import DELETING, INCOMPLETE, Files, Unreadable, prune, write_manifest
+from errors import STOP_SIGNALS, DataError
 from jobs.durable_files import sync_folder, write_durably
 from parallelisms.mesh import from_first_rank
 from parallelisms.peer_messages import use_plain_messages
@@ -115,7 +115,8 @@ class CheckpointWriter(FileSystemWriter):
         os.replace(folder, target)
         sync_folder(target.parent)
         shutil.rmtree(former, ignore_errors=True)
-        with suppress(OSError):  # the checkpoint is complete; the trainer tries again, and logs why it fails
+        # The checkpoint is complete; the trainer tries again, and logs why it fails.
+        with suppress(OSError, DataError, Unreadable):
             prune(target.parent, self.keep, self.spared)
 
 

@@ -180,6 +180,19 @@ def test_a_save_that_fails_is_said_and_the_run_goes_on(build, tmp_path, mode, ca
     assert complete_steps(folder) == [1, 3] and not checkpointer.last_error
 
 
+def test_a_disk_that_vanished_costs_a_save(build, tmp_path, caplog, monkeypatch):
+    """The line about it asked for the free space there, and ended rank 0 alone with a traceback."""
+    run, checkpointer = Run(), build()
+    run.step_and_save(checkpointer)
+    with monkeypatch.context() as lost:
+        lost.setattr("checkpoints.checkpointer.shutil.disk_usage", refuse)
+        (tmp_path / "step-00000002.incomplete").write_text("a file where a folder has to be")
+        run.step_and_save(checkpointer)
+    assert "cannot be read: [Errno 5] Input/output error; training goes on" in caplog.text
+    run.step_and_save(checkpointer)
+    assert complete_steps(tmp_path) == [1, 3] and not checkpointer.last_error
+
+
 def test_a_folder_that_vanished_is_made_again(build, tmp_path):
     folder = tmp_path / "checkpoints"
     run, checkpointer = Run(), build(folder=folder)
