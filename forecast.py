@@ -33,7 +33,7 @@ from tqdm import tqdm
 
 from checkpoints.checkpointer import expect_checkpoint
 from checkpoints.export import OneStep, check_target, export_model
-from checkpoints.trained_weights import Trained, checkpoint_source, find_trained, load_weights
+from checkpoints.weights import Trained, checkpoint_source, find_trained, load_weights
 from config import Compile, Config, Float8
 from datasets.channels import Channels
 from datasets.field_dataset import LaterFields

@@ -122,6 +122,8 @@ def train(config: Config, watchdog: Watchdog | None = None) -> None:
                     checkpointer.poll()
             if due.collect:
                 gc.collect(1)
+            if checkpointer and stop:  # the save before may take a while
+                logger.info(f"{stop}: saving step {step}")
             if checkpointer and due.save and (stop or not state.bad_steps.now):
                 with span("checkpoint"):
                     checkpointer.save(step, state.state_dict())

@@ -37,6 +37,7 @@ from checkpoints.files import (
     INCOMPLETE,
     check_files,
     complete_steps,
+    read_best,
     read_tensors,
     step_folder,
     stored_tensors,
@@ -398,11 +399,11 @@ class Life:
         off = [s for s, loss in known.items() if not abs(loss - expected[s]) <= self.limit * abs(expected[s])]
         self.expect(not off, f"{len(off)} losses differ: {[(s, own[s], expected[s]) for s in off[:2]]}")
         self.expect(not ended or len(own) == self.steps, f"metrics.jsonl has {len(own)} steps")
-        if ended and (best := self.run / "best").exists() and not self.full:
+        if ended and (self.run / "best").exists() and not self.full:
             scores = {r["step"]: v for r in found for k, v in r.items() if k.startswith(f"val/rmse/{WIND}")}
-            least, record = min(scores, key=scores.__getitem__), json.loads((best / "best.json").read_text())
-            right = self.sound(best) == complete_steps(best) == [least] == [record["step"]]
-            self.expect(right, f"best/ has {complete_steps(best)}, best.json {record}; scores: {scores}")
+            least, best = min(scores, key=scores.__getitem__), read_best(self.run).get("step")
+            right = best == least and best in self.sound(self.run / "checkpoints")
+            self.expect(right, f"best.json has step {best}; scores: {scores}")
 
     def compare(self) -> None:
         """Compare the final tensors with the reference's of that step."""

@@ -141,7 +141,7 @@ def step_and_compare(layout: dict[str, Any], rounds: int) -> tuple[float, float,
         "comparison": lambda: clock(lambda: fingerprints.compare(next(numbers), saves=True)),
     }
     step, comparison = map(statistics.median, in_turns(rounds, ways).values())
-    size = sum(p.numel() * p.element_size() for part in fingerprints.parts.values() for p in part.values())
+    size = sum(p.numel() * p.element_size() for shard in fingerprints.shards.values() for p in shard.values())
     return step, comparison, size
 
 

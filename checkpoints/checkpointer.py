@@ -1,7 +1,7 @@
 """Checkpoints of one run: save with torch.distributed.checkpoint (DCP), find, check and load.
 
-A save copies this rank's tensors into host memory that later saves reuse, and writes them in the background
-(checkpoints/writer.py). At most one is in flight: the next save waits for it.
+A save copies the tensors that this rank writes into host memory that later saves reuse, and writes them in
+the background (checkpoints/writer.py). At most one is in flight: the next save waits for it.
 """
 
 import logging
@@ -14,48 +14,33 @@ from concurrent.futures import Future
 from contextlib import AbstractContextManager, nullcontext, suppress
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple, NoReturn, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.checkpoint import state_dict_saver
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner, create_default_local_save_plan
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType, AsyncSaveResponse
 from torch.distributed.tensor import DTensor
 
-from checkpoints.files import (
-    DAMAGED,
-    INCOMPLETE,
-    MANIFEST,
-    Damaged,
-    Missing,
-    Unreadable,
-    candidates,
-    check_files,
-    clear_leftovers,
-    complete_steps,
-    is_checkpoint,
-    lock,
-    prune,
-    read_manifest,
-    read_tensors,
-    remove_after,
-    set_aside,
-    step_folder,
-)
+from checkpoints import files
+from checkpoints.files import Damaged, Missing, Unreadable, complete_steps, step_folder
 from checkpoints.writer import CheckpointProcess, CheckpointWriter
 from config import Checkpoint
 from errors import DataError, refuse
-from jobs.durable_files import sync_folder
-from parallelisms.mesh import cpu_group, from_first_rank, on_all_ranks
+from parallelisms.mesh import cpu_group, from_all_ranks, from_first_rank, on_all_ranks
 
 logger = logging.getLogger(__name__)
 RETRY_SECONDS = (1, 2, 4, 8, 16)  # before each further attempt at the last save
 READ_SECONDS = (1, 4, 15)  # before each further attempt to read what the disk or the network does not give
 SHARED_MEMORY = "/dev/shm"  # the checkpoint process reads the tensors from there
+NO_CHECKPOINT = (
+    "no checkpoint there, or damaged ones only; name the folder of a run with checkpoint.enable, or a "
+    "step-... in it"
+)
 
 
 class Checkpointer:
@@ -76,16 +61,12 @@ class Checkpointer:
         self.in_flight: tuple[int, Future] | None = None
         self.staging: Future | None = None
         self.saved_step, self.failed_step, self.last_error = -1, -1, ""
+        self.spared_step = -1  # of the best checkpoint, which stays however old it is
         self.last_seconds = 0.0  # from the start of the last save until it was complete
+        self.names: list[str] = []  # of all tensors of this rank at the last save
+        self.written: set[str] = set()  # the names of those that this rank writes
         self.size = 0  # bytes of a checkpoint
-        from_first_rank(self._open_folder)
-
-    def _open_folder(self) -> None:
-        try:
-            self.folder.mkdir(parents=True, exist_ok=True)
-            clear_leftovers(self.folder)
-        except OSError as error:
-            raise DataError(str(error)) from None
+        from_first_rank(lambda: files.clear_leftovers(self.folder))
 
     # -- saving ------------------------------------------------------------------------------------------
 
@@ -94,75 +75,73 @@ class Checkpointer:
         self.wait()
         if step == self.saved_step:
             return
-        if step == self.failed_step and from_first_rank(lambda: self._is_there(step)):
-            self.saved_step, self.failed_step, self.last_error = step, -1, ""
-            return
         self.size = sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())  # of all ranks
+        tensors = self._prepare(tensors)
         now = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
         about = {"step": step, "saved_at": now, **self.about}
-        writer = CheckpointWriter(step_folder(self.folder, step), about, self.config_toml, self.keep)
-        started = time.monotonic()
-        future = self._start(tensors, writer)
-        future.add_done_callback(lambda _: setattr(self, "last_seconds", time.monotonic() - started))
-        self.in_flight = (step, future)
-
-    def _is_there(self, step: int) -> bool:
-        """Return True for a step whose save failed after it had given the checkpoint its name."""
-        folder = step_folder(self.folder, step)
-        try:
-            if is_checkpoint(folder):
-                check_files(folder)
-                sync_folder(self.folder)
-                logger.info("%s is complete", folder)
-                return True
-        except Damaged as error:
-            logger.warning("%s; set aside as %s", error, set_aside(folder))
-        except (Unreadable, OSError) as error:
-            logger.warning("%s: %s", folder, error)
-        return False
-
-    def _start(self, tensors: dict[str, Tensor], writer: CheckpointWriter) -> Future:
-        """Start writing; if that fails, the future has the error."""
+        target, started = step_folder(self.folder, step), time.monotonic()
         # Plans are cached: ranks exchange them again only when a shape has changed. Before torch 2.13, if the
         # first save fails, all later ones fail too, because the plan was never completed.
         caching = torch.__version__ >= "2.13"
-        planner = DefaultSavePlanner(flatten_state_dict=False, enable_plan_caching=caching)
-        options = {"storage_writer": writer, "planner": planner, "process_group": self.group}
+        options = {
+            "storage_writer": CheckpointWriter(target, about, self.config_toml, self.keep, self.spared_step),
+            "planner": DefaultSavePlanner(flatten_state_dict=False, enable_plan_caching=caching),
+            "process_group": self.group,
+        }
+        future: Future = Future()
         if self.mode == "disabled":
-            future: Future = Future()
             try:
                 future.set_result(state_dict_saver.save(tensors, **options))
             except (OSError, RuntimeError, CheckpointException) as error:
-                future.set_exception(error)
-            return future
-        self._prepare([t.to_local() if isinstance(t, DTensor) else t for t in tensors.values()])
-        kind = AsyncCheckpointerType.PROCESS if self.process else AsyncCheckpointerType.THREAD
-        response = state_dict_saver.async_save(
-            tensors, async_checkpointer_type=kind, async_stager=self.stager, **options
-        )
-        if not isinstance(response, AsyncSaveResponse):
-            return response
-        self.staging = response.staging_completion
-        return cast(Future, response.upload_completion)
+                future.set_exception(error)  # which `wait` reports
+        else:
+            kind = AsyncCheckpointerType.PROCESS if self.process else AsyncCheckpointerType.THREAD
+            response = state_dict_saver.async_save(
+                tensors, async_checkpointer_type=kind, async_stager=self.stager, **options
+            )
+            if isinstance(response, AsyncSaveResponse):
+                self.staging, response = response.staging_completion, response.upload_completion
+            future = cast(Future, response)
+        future.add_done_callback(lambda _: setattr(self, "last_seconds", time.monotonic() - started))
+        self.in_flight = (step, future)
 
-    def _prepare(self, tensors: list[Tensor]) -> None:
-        """Allocate memory for copies at the first save, and replace a checkpoint process that was killed."""
-        size = sum(tensor.nbytes for tensor in tensors)
-        if self.process and not self.stager and (problem := first_problem(lack_of_shared_memory(size))):
-            if dist.get_rank() == 0:
-                logger.warning(f"{problem}; checkpoints are written in a thread, which slows training")
-            self.process = self.process.close()
-        if self.process and not all_agree(self.process.is_alive):
+    def _prepare(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Return the tensors that this rank writes, with all that a save needs: memory for their copies, and
+        a checkpoint process, which may have been killed.
+
+        DCP would copy what other ranks write, too: of replicas, as under DDP and HSDP, the whole on each.
+        """
+        names, is_alive = list(tensors), not self.process or self.process.is_alive
+        answers = from_all_ranks((names == self.names, is_alive))
+        if not all(is_known for is_known, _ in answers):
+            self.names, self.written = names, choose_written(tensors)
+        if self.process and not all(is_alive for _, is_alive in answers):
             self.process.close()
             self.process = CheckpointProcess()
-        on_gpu = any(tensor.is_cuda for tensor in tensors)
+        on_gpu = any(tensor.device.type == "cuda" for tensor in tensors.values())
+        tensors = {name: tensor for name, tensor in tensors.items() if name in self.written}
+        if self.process and not self.stager:
+            # The copies of all ranks of this host are there.
+            local = [t.to_local() if isinstance(t, DTensor) else t for t in tensors.values()]
+            needed = max(from_all_ranks(sum(tensor.nbytes for tensor in local)))
+            needed *= int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+            free = min(from_all_ranks(shutil.disk_usage(SHARED_MEMORY).free))
+            if needed > free:
+                self.process = self.process.close()
+                if dist.get_rank() == 0:
+                    logger.warning(
+                        f"{SHARED_MEMORY} has {free / 1e6:,.0f} MB free, a checkpoint needs "
+                        f"{needed / 1e6:,.0f} MB there (docker run --shm-size); checkpoints are written in a "
+                        "thread, which slows training"
+                    )
         if on_gpu:
             torch.cuda.current_stream().synchronize()  # torch's stager copies on a stream of its own
-        shared = self.process is not None
-        if not self.stager:
-            self.stager = DefaultStager(StagingOptions(on_gpu, shared, shared, on_gpu))
+        if not self.stager and self.mode != "disabled":
+            is_shared = self.process is not None
+            self.stager = DefaultStager(StagingOptions(on_gpu, is_shared, is_shared, on_gpu))
             # torch 2.11 and 2.12 close it after every copy, and then cannot copy again.
             self.stager._state_dict_stager.close = lambda: None
+        return tensors
 
     def wait_for_staging(self) -> None:
         """Wait until the tensors are copied: to be called before the weights change."""
@@ -172,7 +151,7 @@ class Checkpointer:
 
     def poll(self) -> None:
         """Log the result of the current save if it has ended on all ranks."""
-        if self.in_flight and all_agree(self.in_flight[1].done()):
+        if self.in_flight and all(from_all_ranks(self.in_flight[1].done())):
             self.wait()
 
     def wait(self) -> None:
@@ -181,32 +160,46 @@ class Checkpointer:
             return
         self.wait_for_staging()
         (step, future), self.in_flight = self.in_flight, None
-        self.last_error = first_problem(problem_of_save(future))
+        problem = ""
+        try:
+            future.result()
+        except CheckpointException as error:
+            failures = [(rank, failure) for rank, (failure, _) in error.failures.items()]
+            if not all(isinstance(failure, OSError | RuntimeError) for _, failure in failures):
+                raise  # caused by neither disk nor processes
+            problem = "; ".join(f"rank {rank}: {failure}" for rank, failure in failures[:3])
+        except (OSError, RuntimeError) as error:
+            problem = str(error)
+        self.last_error = next(filter(None, from_all_ranks(problem)), "")  # of the lowest rank that has one
         self.failed_step = step if self.last_error else -1
         if not self.last_error:
             self.saved_step = step
             logger.info("saved %s", step_folder(self.folder, step))
-            self._prune()
+            self.prune()
         elif dist.get_rank() == 0:
             unfinished = step_folder(self.folder, step)
-            shutil.rmtree(unfinished.with_name(unfinished.name + INCOMPLETE), ignore_errors=True)
+            shutil.rmtree(unfinished.with_name(unfinished.name + files.INCOMPLETE), ignore_errors=True)
             logger.warning(f"the checkpoint of step {step} {self._failure()}; training goes on")
 
-    def _prune(self) -> None:
-        """Remove older checkpoints that the save could not remove; if it fails, retry after the next save."""
+    def prune(self) -> None:
+        """Remove older checkpoints that a save has not removed; if it fails, retry after the next save."""
         try:
             if dist.get_rank() == 0:
-                prune(self.folder, self.keep)
-        except OSError as error:
+                files.prune(self.folder, self.keep, self.spared_step)
+        except (OSError, DataError, Unreadable) as error:
             logger.warning(f"older checkpoints are not removed, until after the next save: {error}")
 
     def _failure(self) -> str:
         """Describe why the last save failed, the free and needed space, and the last complete checkpoint."""
-        steps, free = complete_steps(self.folder), shutil.disk_usage(self.folder).free
-        newest = step_folder(self.folder, steps[-1]) if steps else "none"
+        try:
+            newest = max(complete_steps(self.folder), default=None)
+            free = shutil.disk_usage(self.folder).free
+        except (OSError, DataError, Unreadable) as error:  # the folder has vanished, or its disk
+            return f"could not be written: {self.last_error}; {self.folder} cannot be read: {error}"
         return (
             f"could not be written: {self.last_error} ({free / 1e6:,.0f} MB free in {self.folder}, a "
-            f"checkpoint takes {self.size / 1e6:,.0f} MB); the last complete one: {newest}"
+            f"checkpoint takes {self.size / 1e6:,.0f} MB); the last complete one: "
+            f"{'none' if newest is None else step_folder(self.folder, newest)}"
         )
 
     def finish(self, step: int, tensors: dict[str, Tensor]) -> str:
@@ -241,42 +234,73 @@ class Checkpointer:
     # -- loading -----------------------------------------------------------------------------------------
 
     def newest(self, at_most: float = math.inf) -> int | None:
-        """Return the step of the newest undamaged checkpoint.
+        """Return the step of the newest undamaged checkpoint up to a step; without one, of the oldest later
+        one.
 
         Damaged ones are logged and set aside. Raises DataError if only damaged ones are left, because the
         user has to decide to start over, and if there is no permission to read one.
         """
         self.wait()
-        found = find_undamaged(lambda: self._until(at_most), set_aside)
-        return int(found.folder.name.removeprefix("step-")) if found else None
 
-    def oldest(self) -> int | None:
-        """Return the step of the oldest undamaged checkpoint."""
-        self.wait()
-        found = find_undamaged(lambda: self._until(math.inf)[::-1], set_aside)
-        return int(found.folder.name.removeprefix("step-")) if found else None
+        def list_candidates() -> list[Path]:
+            steps = complete_steps(self.folder)
+            names = [path.name for path in sorted(self.folder.glob(f"step-*{files.DAMAGED}*"))]
+            if names and not steps:
+                raise DataError(
+                    f"{self.folder}: no checkpoint is left that can be trusted; damaged ones are set aside "
+                    f"({', '.join(names)}); remove them to start over, or choose another job.dump_folder"
+                )
+            before = [step for step in steps if step <= at_most]
+            return [step_folder(self.folder, step) for step in before[::-1] + steps[len(before) :]]
 
-    def _until(self, step: float) -> list[Path]:
-        """Return the checkpoints up to a step, the newest first."""
-        if steps := [each for each in complete_steps(self.folder) if each <= step]:
-            return [step_folder(self.folder, each) for each in reversed(steps)]
-        if names := [path.name for path in sorted(self.folder.glob(f"step-*{DAMAGED}*"))]:
-            raise DataError(
-                f"{self.folder}: no checkpoint is left that can be trusted; damaged ones are set aside "
-                f"({', '.join(names)}); remove them to start over, or choose another job.dump_folder"
-            )
-        return []
+        checkpoint = find_undamaged(list_candidates, sets_aside=True)
+        return int(checkpoint.folder.name.removeprefix("step-")) if checkpoint else None
 
     def restart(self, step: int) -> None:
         """Remove the checkpoints of steps after `step`, so that no run resumes from them."""
         self.wait()
-        from_first_rank(lambda: remove_after(self.folder, step))
+
+        def remove_later() -> None:
+            for later in complete_steps(self.folder):
+                if later > step:
+                    files.remove(step_folder(self.folder, later), even_if_read=True)
+
+        from_first_rank(remove_later)
         self.saved_step = step or -1
 
     def load(self, step: int, tensors: dict[str, Tensor]) -> None:
         """Fill tensors from the checkpoint of `step`, whatever layout wrote it. Raises DataError."""
         folder = step_folder(self.folder, step)
-        on_all_ranks(lambda: read_tensors(folder, tensors))
+        on_all_ranks(lambda: files.read_tensors(folder, tensors))
+
+
+def choose_written(tensors: dict[str, Tensor]) -> set[str]:
+    """Return the names of the tensors that this rank writes. Called by all ranks together.
+
+    A shard, or a tensor that several ranks have, is written by the one of them that has the fewest bytes to
+    write so far: the rule by which DCP's planner removes duplicates from the plans of all ranks.
+    """
+    shards = [
+        (item.index.fqn, tuple(item.index.offset or ()), item.tensor_storage_size() or 1)
+        for item in create_default_local_save_plan(tensors, False).items
+    ]
+    is_first, num_ranks = dist.get_rank() == 0, dist.get_world_size()
+    of_ranks: list[Any] = [None] * num_ranks
+    dist.gather_object(shards, of_ranks if is_first else None)
+    names: list[list[str]] = [[] for _ in range(num_ranks)]
+    if is_first:
+        ranks_with: dict[Any, list[int]] = {}
+        for rank, of_rank in enumerate(of_ranks):
+            for shard in of_rank:
+                ranks_with.setdefault(shard, []).append(rank)
+        num_bytes = [0] * num_ranks
+        for (name, _, size), ranks in ranks_with.items():
+            rank = min(ranks, key=num_bytes.__getitem__)
+            num_bytes[rank] += size
+            names[rank].append(name)
+    written: list[Any] = [None]
+    dist.scatter_object_list(written, names if is_first else None)
+    return set(written[0])
 
 
 class Found(NamedTuple):
@@ -286,13 +310,12 @@ class Found(NamedTuple):
     lock: AbstractContextManager  # rank 0's
 
 
-def find_undamaged(
-    list_candidates: Callable[[], Iterable[Path]], set_aside: Callable[[Path], Path] | None = None
-) -> Found | None:
+def find_undamaged(list_candidates: Callable[[], Iterable[Path]], sets_aside: bool = False) -> Found | None:
     """Return the first of the candidates that is not damaged, the same on all ranks; None: there is none.
 
     Called by all ranks together. Rank 0 lists the candidates, and again after a damaged one, because a run
     may still be writing there. Each rank checks a part of the files of a checkpoint. Raises DataError.
+    sets_aside: damaged ones are renamed.
     """
     tried: set[Path] = set()
     locks: list[AbstractContextManager] = [nullcontext()]
@@ -302,8 +325,8 @@ def find_undamaged(
             for folder in fresh:
                 tried.add(folder)
                 with suppress(Damaged, Unreadable):  # which the check reports
-                    locks.append(lock(folder))
-                if is_checkpoint(folder):  # else it was removed meanwhile
+                    locks.append(files.lock(folder))
+                if files.is_checkpoint(folder):  # else it was removed meanwhile
                     return folder
         return None
 
@@ -312,7 +335,7 @@ def find_undamaged(
             check_together(folder)
             return Found(folder, locks[-1])
         except Damaged as error:
-            aside = f"; set aside as {from_first_rank(partial(set_aside, folder))}" if set_aside else ""
+            aside = from_first_rank(partial(files.set_aside, folder)) if sets_aside else ""
             logger.warning("%s%s; taking the one before", error, aside)
     return None
 
@@ -324,15 +347,12 @@ def check_together(folder: Path) -> None:
     """
     for pause in (*READ_SECONDS, None):
         try:
-            return on_all_ranks(partial(check_files, folder, dist.get_rank(), dist.get_world_size()))
+            return on_all_ranks(partial(files.check_files, folder, dist.get_rank(), dist.get_world_size()))
         except Missing as error:
-            try:
-                names = [MANIFEST, *read_manifest(folder)["files"]]
-            except (Damaged, Unreadable):
-                names = [MANIFEST]
-            missing: list[Any] = [None] * dist.get_world_size()
-            dist.all_gather_object(missing, [name for name in names if not (folder / name).exists()])
-            if set.intersection(*map(set, missing)):
+            names = {files.MANIFEST}
+            with suppress(Damaged, Unreadable):
+                names |= files.read_manifest(folder)["files"].keys()
+            if set.intersection(*from_all_ranks({name for name in names if not (folder / name).exists()})):
                 raise
             problem = f"{error} on some ranks, and there on others: is the folder shared by all nodes?"
         except Unreadable as error:
@@ -348,52 +368,10 @@ def find_checkpoint(key: str, text: str) -> Found:
 
     Called by all ranks together. Raises ConfigError.
     """
-    if found := find_undamaged(lambda: candidates(Path(text))):
-        return found
-    refuse_without_checkpoint(key, text)
+    return find_undamaged(lambda: files.candidates(Path(text))) or refuse(key, text, NO_CHECKPOINT)
 
 
 def expect_checkpoint(key: str, text: str) -> None:
     """Raise ConfigError if a folder that a key names has no checkpoint, damaged or not."""
-    if not any(candidates(Path(text))):
-        refuse_without_checkpoint(key, text)
-
-
-def refuse_without_checkpoint(key: str, text: str) -> NoReturn:
-    reason = "no checkpoint there, or damaged ones only; name the folder of a run with checkpoint.enable"
-    refuse(key, text, f"{reason}, or a step-... in it")
-
-
-def lack_of_shared_memory(size: int) -> str:
-    """Return a problem if the copies of this host's ranks, `size` bytes each, do not fit; "" if they fit."""
-    needed = size * int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    free = shutil.disk_usage(SHARED_MEMORY).free
-    numbers = f"{free / 1e6:,.0f} MB free, a checkpoint needs {needed / 1e6:,.0f} MB there"
-    return f"{SHARED_MEMORY} has {numbers} (docker run --shm-size)" if needed > free else ""
-
-
-def all_agree(answer: bool) -> bool:
-    """Return whether all ranks answer yes."""
-    return not first_problem("" if answer else "no")
-
-
-def first_problem(problem: str) -> str:
-    """Return the problem of the lowest rank that has one, on all ranks."""
-    problems: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(problems, problem)
-    return next(filter(None, problems), "")
-
-
-def problem_of_save(future: Future) -> str:
-    """Return why a save failed, "" if it did not. Raises errors that are not caused by disk or processes."""
-    try:
-        future.result()
-    except CheckpointException as error:
-        for failure, _ in error.failures.values():
-            if not isinstance(failure, OSError | RuntimeError):
-                raise
-        failures = list(error.failures.items())[:3]
-        return "; ".join(f"rank {rank}: {failure}" for rank, (failure, _) in failures)
-    except (OSError, RuntimeError) as error:
-        return str(error)
-    return ""
+    if not any(files.candidates(Path(text))):
+        refuse(key, text, NO_CHECKPOINT)

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from checkpoints.files import WEIGHTS, crc32_of, write_manifest
 from checkpoints.identity import Identity
-from checkpoints.trained_weights import Trained
+from checkpoints.weights import Trained
 from command_line import to_toml
 from config import Config, Lora
 from datasets.conditions import Conditions
@@ -34,7 +34,6 @@ from models.weather_model import WeatherModel
 
 logger = logging.getLogger(__name__)
 ROLES = ("prognostic", "diagnostic", "forcing")
-Description = dict[str, Any]  # content of model.json
 
 
 class OneStep(nn.Module):
@@ -43,6 +42,9 @@ class OneStep(nn.Module):
     def __init__(self, model: WeatherModel, normalizer: Normalizer, conditions: Conditions) -> None:
         super().__init__()
         self.model, self.normalizer, self.conditions = model, normalizer, conditions
+        further = {"keys": bool(conditions.noise), "later": bool(normalizer.channels.of_target)}
+        # Names of the arguments of `forward` that this model takes.
+        self.inputs = ["fields", "times", *(name for name, is_needed in further.items() if is_needed)]
 
     def forward(
         self,
@@ -64,13 +66,6 @@ class OneStep(nn.Module):
         states = normalizer.advance(window, output, later).unflatten(1, (normalizer.history, -1))
         return normalizer.denormalize(states).flatten(1, 2)
 
-    @property
-    def inputs(self) -> list[str]:
-        """Names of the arguments of `forward` that this model takes."""
-        conditions, later = self.conditions, bool(self.normalizer.channels.of_target)
-        further = {"keys": bool(conditions.noise), "later": later}
-        return ["fields", "times", *(name for name, is_taken in further.items() if is_taken)]
-
 
 def check_target(target: Path) -> None:
     """Raise ConfigError if the target exists or is not a folder name."""
@@ -84,47 +79,42 @@ def export_model(target: Path, step: OneStep, trained: Trained, selection: Selec
     """Write a trained model with merged adapters. Raises OSError."""
     target.mkdir(parents=True, exist_ok=True)
     step = step.eval().requires_grad_(False)
-    about = model_description(step, trained, selection, config)
-    weights = {name: tensor.detach().contiguous() for name, tensor in step.model.named_parameters()}
-    save_file(weights, target / WEIGHTS, metadata={"format": "pt"})
-    plain = replace(config, lora=Lora(), checkpoint=replace(config.checkpoint, initial_load_path=""))
-    (target / "config.toml").write_text(to_toml(plain))
-    shutil.copymode(target / "config.toml", target / WEIGHTS)  # safetensors writes for its user alone
-    (target / "model.json").write_text(json.dumps(about, indent=1))
-    identity = Identity.of(trained.folder).more
-    export_program(target / "model.pt2", step, about)
-    files = {path.name: (path.stat().st_size, crc32_of(path)) for path in sorted(target.iterdir())}
-    write_manifest(target, {"identity": identity}, files)
-
-
-def model_description(step: OneStep, trained: Trained, selection: Selection, config: Config) -> Description:
-    """Return the description of a model for other programs, the content of model.json."""
-    archive, columns, channels = selection.archive, trained.statistics.numbers, step.normalizer.channels
+    checkpoint, archive, channels = trained.found.folder, selection.archive, step.normalizer.channels
     role = {name: role for role in ROLES for name in getattr(channels, role)}
     variables = [
         {
             "name": name,
             "units": archive.units(name),
             "role": role[name],
-            **{column: values[index] for column, values in columns.items()},
+            **{column: values[index] for column, values in trained.statistics.numbers.items()},
         }
         for index, name in enumerate(selection.variables)
     ]
-    return {
+    about = {
         "variables": variables,  # in the order of a state's channels
         "latitude": archive.grid.latitude.tolist(),
         "longitude": archive.grid.longitude.tolist(),
         "step_hours": config.data.step_hours,
         "history": config.data.history,  # states of a window, the newest first: h V channels
         "inputs": step.inputs,
-        "checkpoint": trained.folder.name,
+        "checkpoint": checkpoint.name,
     }
+    weights = {name: tensor.detach().contiguous() for name, tensor in step.model.named_parameters()}
+    save_file(weights, target / WEIGHTS, metadata={"format": "pt"})
+    plain = replace(config, lora=Lora(), checkpoint=replace(config.checkpoint, initial_load_path=""))
+    (target / "config.toml").write_text(to_toml(plain))
+    shutil.copymode(target / "config.toml", target / WEIGHTS)  # safetensors writes for its user alone
+    (target / "model.json").write_text(json.dumps(about, indent=1))
+    export_program(target / "model.pt2", step, about)
+    files = {path.name: (path.stat().st_size, crc32_of(path)) for path in sorted(target.iterdir())}
+    write_manifest(target, {"identity": Identity.of(checkpoint).more}, files)
 
 
-def export_program(target: Path, step: OneStep, about: Description) -> None:
+def export_program(target: Path, step: OneStep, about: dict[str, Any]) -> None:
     """Write a program that `torch.export.load(target).module()` runs with torch alone, for any B.
 
-    If torch cannot export a model from outside this repository, logs a warning and writes no program.
+    about: the content of model.json. If torch cannot export a model from outside this repository, logs a
+    warning and writes no program.
     """
     state = torch.zeros(2, len(about["variables"]), len(about["latitude"]), len(about["longitude"]))
     tensors = {"fields": state.repeat(1, about["history"], 1, 1), "later": state}

@@ -40,31 +40,16 @@ from torch.distributed.checkpoint.metadata import (
 from errors import ConfigError, DataError, RunFailed, as_user_error, refuse
 from jobs.durable_files import write_durably
 from parallelisms.mesh import copy_part
+from parallelisms.peer_messages import PeerUnpickler
 
 logger = logging.getLogger(__name__)
 COMPLETE = re.compile(r"step-(\d{8})$")
 INCOMPLETE, DELETING, DAMAGED = ".incomplete", ".deleting", ".damaged"
 OWN_NAME = re.compile(rf"step-\d{{8}}({INCOMPLETE}|{DELETING}|{DAMAGED}(-again)*)?$")
 MANIFEST, METADATA, WEIGHTS = "manifest.json", ".metadata", "model.safetensors"
+BEST = "best.json"
 CHUNK = 2**24  # bytes read at once for a checksum
 Files = dict[str, tuple[int, int]]  # name -> bytes, CRC-32
-
-# Classes in the metadata of tensors; any other class could run code.
-ALLOWED = {
-    "torch.distributed.checkpoint.metadata": {
-        "ChunkStorageMetadata",
-        "Metadata",
-        "MetadataIndex",
-        "StorageMeta",
-        "TensorProperties",
-        "TensorStorageMetadata",
-        "_MEM_FORMAT_ENCODING",
-    },
-    "torch.distributed.checkpoint.filesystem": {"_StorageInfo"},
-    "torch.serialization": {"_get_layout"},
-    "torch": {"Size", "bfloat16", "bool", "float16", "float32", "float64", "int32", "int64", "int8", "uint8"},
-    "pathlib": {"PosixPath"},  # where DCP wrote the checkpoint
-}
 
 
 class Damaged(DataError):
@@ -81,8 +66,8 @@ class Unreadable(RunFailed):
 
 @contextmanager
 def read_errors(path: Path) -> Iterator[None]:
-    """Convert an OSError to one line: DataError without permission, Missing for a file that is not there,
-    Unreadable for every other failure (ESTALE, EIO, EMFILE).
+    """Convert an error of reading to one line: DataError without permission, Missing for a file that is not
+    there, Unreadable for every other failure of the disk (ESTALE, EIO, EMFILE), Damaged for other content.
     """
     try:
         yield
@@ -93,6 +78,8 @@ def read_errors(path: Path) -> Iterator[None]:
     except OSError as error:
         reason = f"cannot be read now: {error.strerror or error}"
         raise Unreadable(f"{error.filename or path}: {reason}; start again when that is repaired") from None
+    except SafetensorError as error:
+        raise Damaged(f"{path}: cannot be read: {error}") from None
 
 
 # -- names ---------------------------------------------------------------------------------------------
@@ -102,32 +89,51 @@ def step_folder(folder: Path, step: int) -> Path:
     return folder / f"step-{step:08d}"
 
 
-def complete_steps(folder: Path) -> list[int]:
-    """Return the steps of the complete checkpoints in a folder, ascending. Ignores links, files and folders
-    that lack files of a checkpoint.
-    """
-    if not folder.is_dir():
-        return []
-    with read_errors(folder):
-        named = [(match, path) for path in folder.iterdir() if (match := COMPLETE.match(path.name))]
-        return sorted(int(match[1]) for match, path in named if is_own(path) and is_checkpoint(path))
-
-
 def is_checkpoint(path: Path) -> bool:
     return any((path / name).exists() for name in (MANIFEST, METADATA, WEIGHTS))
 
 
-def is_own(path: Path) -> bool:
-    """Return True if an entry among checkpoints may be made by a run: a folder, not a link to one."""
-    return path.is_dir() and not path.is_symlink()
+def complete_steps(folder: Path) -> list[int]:
+    """Return the steps of the complete checkpoints in a folder, ascending. Ignores links, files and folders
+    that lack files of a checkpoint.
+    """
+    steps = []
+    with read_errors(folder):
+        for path in folder.iterdir() if folder.is_dir() else ():
+            match = COMPLETE.match(path.name)
+            if match and path.is_dir() and not path.is_symlink() and is_checkpoint(path):
+                steps.append(int(match[1]))
+    return sorted(steps)
 
 
 def candidates(path: Path) -> Iterator[Path]:
-    """Yield the checkpoints that a path may mean, best first: itself, those in it, those of a run."""
+    """Yield the checkpoints that a path may mean, best first: itself, those in it, those of a run; for the
+    folder "best" of a run the one that `checkpoint.keep_best` has kept.
+    """
+    if (path / BEST).is_file():
+        step = read_best(path.absolute().parent).get("step", -1)
+        path = step_folder(path.absolute().parent / "checkpoints", step)
     for folder in (path, path / "checkpoints"):
         if is_checkpoint(folder):
             yield folder
         yield from (step_folder(folder, step) for step in reversed(complete_steps(folder)))
+
+
+def read_best(run: Path) -> dict[str, Any]:
+    """Return the record of the best checkpoint of a run (training/best.py); {} if there is none, and with a
+    warning if it cannot be read.
+    """
+    file = run / "best" / BEST
+    if not file.exists():
+        return {}
+    try:
+        best = json.loads(file.read_text())
+        if isinstance(best["step"], int) and isinstance(best["value"], float | int):
+            return best
+    except (OSError, ValueError, KeyError, TypeError):
+        pass
+    logger.warning("%s: is damaged; the best checkpoint is not known", file)
+    return {}
 
 
 def check_steps(folder: Path, steps: int, saves: bool) -> None:
@@ -174,11 +180,11 @@ def read_manifest(folder: Path) -> dict[str, Any]:
         first, _, text = path.read_bytes().partition(b"\n")
     try:
         crc32 = json.loads(first)["crc32"]
-        if crc32 == zlib.crc32(text):
-            return json.loads(text) | {"crc32": crc32}
-    except (ValueError, KeyError, TypeError) as error:
+        if crc32 != zlib.crc32(text):
+            raise Damaged(f"{path}: its checksum is not the one written in it")
+        return json.loads(text) | {"crc32": crc32}
+    except (json.JSONDecodeError, UnicodeDecodeError, KeyError, TypeError) as error:
         raise Damaged(f"{path}: cannot be read ({error})") from None
-    raise Damaged(f"{path}: its checksum is not the one written in it")
 
 
 def check_files(folder: Path, part: int = 0, parts: int = 1) -> None:
@@ -202,13 +208,13 @@ def check_files(folder: Path, part: int = 0, parts: int = 1) -> None:
 # -- reading -------------------------------------------------------------------------------------------
 
 
-class MetadataUnpickler(pickle.Unpickler):
-    """Unpickler that accepts the classes in ALLOWED and refuses all others by name."""
+class MetadataUnpickler(PeerUnpickler):
+    """Unpickler of torch's plain data and of paths. Any other class could run code: it is refused by name."""
 
     def find_class(self, module: str, name: str) -> Any:
-        if name in ALLOWED.get(module, ()):
+        if module.partition(".")[0] in ("torch", "pathlib"):
             return super().find_class(module, name)
-        raise pickle.UnpicklingError(f"contains {module}.{name}, which is not the description of a tensor")
+        raise pickle.UnpicklingError(f"contains {module}.{name}, which is not plain data")
 
 
 class TensorReader(FileSystemReader):
@@ -234,23 +240,14 @@ class TensorReader(FileSystemReader):
 
 
 def stored_tensors(folder: Path) -> dict[str, TensorStorageMetadata]:
-    """Return shape and type of every tensor in a checkpoint, by name."""
-    if not (folder / WEIGHTS).exists():
+    """Return shape and type of every tensor in a checkpoint, by name. Raises Damaged."""
+    weights = folder / WEIGHTS
+    if not weights.exists():
         return TensorReader(str(folder)).read_metadata().state_dict_metadata  # type: ignore[return-value]
-    with exported_weights(folder) as file:
+    with read_errors(weights), safe_open(weights, "pt") as file:
         shapes = {name: torch.Size(file.get_slice(name).get_shape()) for name in file.keys()}
     kind = TensorProperties(torch.float32)
     return {f"model.{name}": TensorStorageMetadata(kind, shape, []) for name, shape in shapes.items()}
-
-
-@contextmanager
-def exported_weights(folder: Path) -> Iterator[Any]:
-    """Open the weights of an exported model. Raises Damaged."""
-    try:
-        with read_errors(folder / WEIGHTS), safe_open(folder / WEIGHTS, "pt") as file:
-            yield file
-    except SafetensorError as error:
-        raise Damaged(f"{folder / WEIGHTS}: cannot be read: {error}") from None
 
 
 def read_tensors(folder: Path, tensors: dict[str, Tensor]) -> None:
@@ -258,16 +255,16 @@ def read_tensors(folder: Path, tensors: dict[str, Tensor]) -> None:
 
     Exchanges nothing with other ranks: dcp.load gathers names and plans of all on rank 0.
     """
-    found = stored_tensors(folder)
+    stored = stored_tensors(folder)
     for name, tensor in tensors.items():
-        stored = found.get(name)
-        if stored is None:
-            raise DataError(f"{folder}: has no {name}; another model; choose another job.dump_folder")
-        if stored.size != tensor.shape:
-            shapes = f"{list(stored.size)} there and {list(tensor.shape)} in this configuration"
-            raise DataError(f"{folder}: {name} is {shapes}; choose another job.dump_folder")
-    if (folder / WEIGHTS).exists():
-        with exported_weights(folder) as file:
+        if name not in stored:
+            raise DataError(f"{folder}: has no {name}; take the [model] of that run")
+        if stored[name].size != tensor.shape:
+            shapes = f"{list(stored[name].size)} there and {list(tensor.shape)} in this configuration"
+            raise DataError(f"{folder}: {name} is {shapes}; take the [model] of that run")
+    weights = folder / WEIGHTS
+    if weights.exists():
+        with read_errors(weights), safe_open(weights, "pt") as file:
             for name, tensor in tensors.items():
                 copy_part(tensor, file.get_tensor(name.removeprefix("model.")))
         return
@@ -313,42 +310,42 @@ def remove(folder: Path, even_if_read: bool = False) -> None:
     shutil.rmtree(doomed, ignore_errors=even_if_read)  # NFS keeps open files until the next start
 
 
-def remove_after(folder: Path, step: int) -> None:
-    """Remove the checkpoints of later steps, also those that a process reads. Raises OSError."""
-    for later in complete_steps(folder):
-        if later > step:
-            remove(step_folder(folder, later), even_if_read=True)
-
-
-def prune(folder: Path, keep: int) -> None:
-    """Remove all but the newest `keep` complete checkpoints; 0 keeps all."""
+def prune(folder: Path, keep: int, spared: int = -1) -> None:
+    """Remove all but the newest `keep` complete checkpoints and the one of step `spared`; 0 keeps all."""
     for step in complete_steps(folder)[:-keep] if keep else []:
-        remove(step_folder(folder, step))
+        if step != spared:
+            remove(step_folder(folder, step))
 
 
 def clear_leftovers(folder: Path) -> None:
-    """Delete checkpoints that a killed run was writing or deleting; log entries that no run has made.
+    """Make the folder of a run's checkpoints, and delete those that a killed run was writing or deleting; log
+    entries that no run has made.
 
     A save needs the name of its step: an empty folder with that name is deleted, and one that lacks the
     files of a checkpoint, as after an interrupted removal, is set aside.
     """
+    folder.mkdir(parents=True, exist_ok=True)
     for path in sorted(folder.iterdir()):
-        if not is_own(path) or not OWN_NAME.match(path.name):
+        if path.is_symlink() or not path.is_dir() or not OWN_NAME.match(path.name):
             logger.warning("%s: was not made by a run; left alone", path)
         elif COMPLETE.match(path.name) and not any(path.iterdir()):
             path.rmdir()
         elif COMPLETE.match(path.name) and not is_checkpoint(path):
-            logger.warning("%s: lacks files of a checkpoint; set aside as %s", path, set_aside(path))
+            logger.warning("%s: lacks files of a checkpoint%s", path, set_aside(path))
         elif path.name.endswith((INCOMPLETE, DELETING)):
             logger.warning("%s: left by a run that was stopped; removed", path)
             shutil.rmtree(path)
 
 
-def set_aside(folder: Path) -> Path:
-    """Rename a damaged checkpoint, so that no run resumes from it; its files stay for inspection."""
+def set_aside(folder: Path) -> str:
+    """Rename a damaged checkpoint, so that no run resumes from it; its files stay for inspection. Return the
+    end of a message: the new name, or that another process has removed it. Raises OSError.
+    """
     aside = folder.with_name(folder.name + DAMAGED)
     while aside.exists():
         aside = aside.with_name(aside.name + "-again")
-    with suppress(FileNotFoundError):  # another process has removed it
+    try:
         os.replace(folder, aside)
-    return aside
+    except FileNotFoundError:
+        return "; removed by another process"
+    return f"; set aside as {aside}"

@@ -92,41 +92,39 @@ class Identity:
 
     def check(self, config: Config, way_out: str, selection: Selection | None = None) -> None:
         """Raise ConfigError if `config`, or the data, give these weights another meaning."""
-        theirs, ours = meaning(self.values), meaning(plain(config))
-        for key in theirs | ours:
-            if theirs.get(key) != ours.get(key):
-                self._refuse(key, ours.get(key), theirs.get(key), way_out)
+        ours, theirs = meaning(plain(config)), meaning(self.values)
+        self._compare({key: (ours.get(key), theirs.get(key)) for key in theirs | ours}, way_out)
         if selection and self.more:
-            self._check_fields(selection, way_out)
+            archive, pairs = selection.archive, {}
+            if self.grid and not self.grid.same_as(archive.grid):
+                pairs["the grid of data.path"] = format_grid(archive.grid), format_grid(self.grid)
+            for name, unit in self.more["units"].items():
+                if plain_units(archive.units(name)) != plain_units(unit):
+                    pairs[f"the units of {name} in data.path"] = archive.units(name), unit
+            for name, numbers in self.more.get("static", {}).items():
+                here = static_numbers(selection.static[name])
+                if not np.allclose(here, numbers, rtol=1e-3, atol=1e-3 * numbers[1]):
+                    texts = [f"mean {mean:.5g}, deviation {std:.5g}" for mean, std, *_ in (here, numbers)]
+                    pairs[f"the field {name}"] = texts[0], texts[1]
+            self._compare(pairs, f"read data with the same, or {way_out}")
 
     def check_model(self, config: Config, way_out: str) -> None:
         """Check the model alone, which may have more layers and other channels: for fine-tuning."""
         if self.values["lora"]["enable"]:
             reason = "its weights need their adapters; use the folder that forecast.py --export FOLDER writes"
             raise ConfigError(f"checkpoint.initial_load_path: {self.folder}: {reason} of that run")
-        theirs, ours = meaning(self.values), meaning(plain(config))
-        free = ("model.noise_dim", "model.conserve")
-        for key in [key for key in theirs if key.startswith("model.") and key not in free]:
-            deeper = key == "model.num_layers" and (ours.get(key) or 0) >= theirs[key]
-            if theirs[key] != ours.get(key) and not deeper:
-                self._refuse(key, ours.get(key), theirs[key], way_out)
+        ours, theirs = meaning(plain(config)), meaning(self.values)
+        free = {"model.noise_dim", "model.conserve"}
+        if (ours.get("model.num_layers") or 0) >= theirs.get("model.num_layers", 0):
+            free.add("model.num_layers")
+        keys = [key for key in theirs if key.startswith("model.") and key not in free]
+        self._compare({key: (ours.get(key), theirs[key]) for key in keys}, way_out)
 
-    def _check_fields(self, selection: Selection, way_out: str) -> None:
-        archive, way_out = selection.archive, f"read data with the same, or {way_out}"
-        if self.grid and not self.grid.same_as(archive.grid):
-            here, there = format_grid(archive.grid), format_grid(self.grid)
-            self._refuse("the grid of data.path", here, there, way_out)
-        for name, unit in self.more["units"].items():
-            if plain_units(archive.units(name)) != plain_units(unit):
-                self._refuse(f"the units of {name} in data.path", archive.units(name), unit, way_out)
-        for name, numbers in self.more.get("static", {}).items():
-            ours = static_numbers(selection.static[name])
-            if not np.allclose(ours, numbers, rtol=1e-3, atol=1e-3 * numbers[1]):
-                here, there = (f"mean {mean:.5g}, deviation {std:.5g}" for mean, std, *_ in (ours, numbers))
-                self._refuse(f"the field {name}", here, there, way_out)
-
-    def _refuse(self, key: str, ours: Any, theirs: Any, way_out: str) -> None:
-        raise ConfigError(f"{key} = {ours!r}: {self.folder} was trained with {theirs!r}; {way_out}")
+    def _compare(self, pairs: dict[str, tuple[Any, Any]], way_out: str) -> None:
+        """Raise ConfigError for the first key with other values here than in the checkpoint."""
+        for key, (ours, theirs) in pairs.items():
+            if ours != theirs:
+                raise ConfigError(f"{key} = {ours!r}: {self.folder} was trained with {theirs!r}; {way_out}")
 
 
 def format_grid(grid: Grid) -> str:
@@ -148,16 +146,14 @@ def with_defaults(stored: Values) -> Values:
 
 def meaning(values: Values) -> dict[str, Any]:
     """Return all settings that weights depend on."""
-    model, data = values["model"], values["data"]
-    found = {"model.name": model["name"]}
-    found |= {f"model.{key}": model[key] for key in registered(model["name"]).settings}
-    if "model.mlp_dim" in found:
-        found["model.mlp_dim"] = Model(**model).hidden_dim
-    lora = values["lora"]
-    found["lora.enable"] = lora["enable"]
-    found |= {f"lora.{key}": lora[key] for key in LORA if lora["enable"]}
-    found |= {f"data.{key}": data[key] for key in DATA}
-    return found | {f"data.{key}": expand_levels(data[key], data["levels"]) for key in ROLES}
+    model, data, lora = values["model"], values["data"], values["lora"]
+    settings = {"model.name": model["name"], "lora.enable": lora["enable"]}
+    settings |= {f"model.{key}": model[key] for key in registered(model["name"]).settings}
+    if "model.mlp_dim" in settings:
+        settings["model.mlp_dim"] = Model(**model).hidden_dim
+    settings |= {f"lora.{key}": lora[key] for key in LORA if lora["enable"]}
+    settings |= {f"data.{key}": data[key] for key in DATA}
+    return settings | {f"data.{key}": expand_levels(data[key], data["levels"]) for key in ROLES}
 
 
 def plain_units(text: str) -> str:

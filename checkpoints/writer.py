@@ -11,11 +11,10 @@ import io
 import logging
 import os
 import resource
+import shutil
 import signal
 import socket
 import sys
-import threading
-import time
 import zlib
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -33,13 +32,12 @@ from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemWriter
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.futures import Future
 
-from checkpoints.files import INCOMPLETE, Files, prune, write_manifest
-from errors import STOP_SIGNALS
+from checkpoints.files import DELETING, INCOMPLETE, Files, Unreadable, prune, write_manifest
+from errors import STOP_SIGNALS, DataError
 from jobs.durable_files import sync_folder, write_durably
 from parallelisms.mesh import from_first_rank
 from parallelisms.peer_messages import use_plain_messages
 
-PARENT_SECONDS = 0.2  # between two checks that the trainer is alive
 OPEN_FILES = 65536  # each tensor in shared memory has a file descriptor
 
 
@@ -83,12 +81,13 @@ class ChecksumFiles(FileSystem):
 class CheckpointWriter(FileSystemWriter):
     """DCP's writer of one checkpoint, which has its final name only when it is complete and on the disk."""
 
-    def __init__(self, target: Path, about: dict[str, Any], config_toml: str, keep: int) -> None:
-        """about: entries of the manifest; keep: how many checkpoints stay in the folder, 0: all."""
+    def __init__(self, target: Path, about: dict[str, Any], config_toml: str, keep: int, spared: int) -> None:
+        """about: entries of the manifest; keep, spared: checkpoints that stay in the folder, see `prune`."""
         # 0: tensors are on the host already, and torch would initialize CUDA to copy ahead.
         super().__init__(target.with_name(target.name + INCOMPLETE), sync_files=True, per_thread_copy_ahead=0)
         self.fs = ChecksumFiles()
-        self.target, self.about, self.config_toml, self.keep = target, about, config_toml, keep
+        self.target, self.about, self.config_toml = target, about, config_toml
+        self.keep, self.spared = keep, spared
 
     def write_data(self, plan: Any, planner: Any) -> Any:
         """Return DCP's results, followed by size and CRC-32 of the files of this rank."""
@@ -99,7 +98,7 @@ class CheckpointWriter(FileSystemWriter):
 
     def finish(self, metadata: Metadata, results: list[list[Any]]) -> None:
         """Complete the checkpoint on rank 0. results: those of `write_data` on each rank. Raises OSError."""
-        folder = Path(self.path)
+        folder, target = Path(self.path), self.target
         super().finish(metadata, [of_rank[:-1] for of_rank in results])
         write_durably(folder / "config.toml", self.config_toml)
         text = self.config_toml.encode()
@@ -108,10 +107,17 @@ class CheckpointWriter(FileSystemWriter):
             files |= of_rank[-1]
         write_manifest(folder, self.about, files)
         sync_folder(folder)
-        os.replace(folder, self.target)
-        sync_folder(self.target.parent)
-        with suppress(OSError):  # the checkpoint is complete; the trainer tries again, and logs why it fails
-            prune(self.target.parent, self.keep)
+        # A save of this step may have failed after its rename: at the flush below, or because the process was
+        # killed while it pruned.
+        former = target.with_name(target.name + DELETING)
+        if target.exists():
+            os.replace(target, former)
+        os.replace(folder, target)
+        sync_folder(target.parent)
+        shutil.rmtree(former, ignore_errors=True)
+        # The checkpoint is complete; the trainer tries again, and logs why it fails.
+        with suppress(OSError, DataError, Unreadable):
+            prune(target.parent, self.keep, self.spared)
 
 
 # -- torch's checkpoint process ------------------------------------------------------------------------
@@ -137,22 +143,17 @@ class ProcessGroupInfo:
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Called in the new process before anything else runs there."""
         vars(self).update(state)
+        # PR_SET_PDEATHSIG: this process is killed with the thread that has started it. After the trainer was
+        # killed it must not write into the folder of the next run.
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)
+        if os.getppid() != self.trainer:  # which has ended before that
+            os._exit(1)
         logging.disable(logging.WARNING)  # torch logs every request and tensor; errors go to the trainer
         # When the trainer has ended, multiprocessing would print the EOFError of its pipe.
         sys.stderr = open(os.devnull, "w")
-        # PR_SET_PDEATHSIG: this process ends with the thread that has started it.
-        ctypes.CDLL(None).prctl(1, signal.SIGKILL)
-        threading.Thread(target=end_with, args=(self.trainer,), daemon=True).start()
         os.nice(10)  # training goes first
         torch.set_num_threads(1)
         use_plain_messages()
-
-
-def end_with(parent: int) -> None:
-    """End this process when the trainer was killed: it must not write into the folder of the next run."""
-    while os.getppid() == parent:
-        time.sleep(PARENT_SECONDS)
-    os._exit(1)
 
 
 class CheckpointProcess:
@@ -167,7 +168,20 @@ class CheckpointProcess:
         resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, min(OPEN_FILES, hard)), hard))
         self.store: list[TCPStore] = []  # rank 0's
         self.is_lost = False
-        address, port = from_first_rank(self._open_store)
+
+        def open_store() -> tuple[str, int]:
+            """Listen on the address of this host that the ranks have met at, and on no other."""
+            address = os.environ.get("MASTER_ADDR", "127.0.0.1")
+            try:
+                listener = socket.create_server((address, 0))
+            except OSError:  # the name of a service that forwards to this host
+                listener = socket.create_server(("", 0))
+            port = listener.getsockname()[1]
+            options: dict[str, Any] = {"is_master": True, "wait_for_workers": False}
+            self.store.append(TCPStore(address, port, **options, master_listen_fd=listener.detach()))
+            return address, port
+
+        address, port = from_first_rank(open_store)
         local_rank = int(os.environ.get("LOCAL_RANK", "0"))
         info: Any = ProcessGroupInfo(local_rank, dist.get_rank(), dist.get_world_size(), address, port)
         resource_tracker.ensure_running()  # at its first start it unblocks SIGINT and SIGTERM in its thread
@@ -178,18 +192,6 @@ class CheckpointProcess:
         signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
         _async_process_executor._CHECKPOINT_PROCESS = cast(Any, self)
         atexit.register(self.close)  # before multiprocessing waits for a process that ignores SIGTERM
-
-    def _open_store(self) -> tuple[str, int]:
-        """Listen on the address of this host that the ranks have met at, and on no other."""
-        address = os.environ.get("MASTER_ADDR", "127.0.0.1")
-        try:
-            listener = socket.create_server((address, 0))
-        except OSError:  # the name of a service that forwards to this host
-            listener = socket.create_server(("", 0))
-        port = listener.getsockname()[1]
-        options: dict[str, Any] = {"is_master": True, "wait_for_workers": False}
-        self.store.append(TCPStore(address, port, **options, master_listen_fd=listener.detach()))
-        return address, port
 
     def save(self, *arguments: Any, **options: Any) -> Metadata:
         """Called by dcp.async_save, in a thread. Raises RuntimeError if the process was killed."""

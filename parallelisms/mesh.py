@@ -172,14 +172,19 @@ def from_first_rank(compute: Callable[[], T]) -> T:
     return answer[0]
 
 
+def from_all_ranks(value: T) -> list[T]:
+    """Return the values of all ranks, by rank."""
+    values: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values
+
+
 def on_all_ranks(compute: Callable[[], T]) -> T:
     """Return what `compute` returns on this rank; a UserError, RunFailed, or OSError as
     RunFailed, of any rank is raised on every rank.
     """
     result, problem = _result_or_error(compute)
-    problems: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(problems, problem)
-    for kind, text in filter(None, problems):
+    for kind, text in filter(None, from_all_ranks(problem)):
         raise kind(text)
     return cast(T, result)
 

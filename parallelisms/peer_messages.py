@@ -53,7 +53,7 @@ class PeerUnpickler(pickle.Unpickler):
             kind = super().find_class(module, name)
             if is_plain(kind):
                 return kind
-        raise pickle.UnpicklingError(f"another rank sent {module}.{name}, which is not plain data: refused")
+        raise pickle.UnpicklingError(f"contains {module}.{name}, which is not plain data: refused")
 
 
 def is_plain(kind: Any) -> bool:

@@ -3,19 +3,21 @@
 import json
 import math
 import sys
-from dataclasses import replace
 from pathlib import Path
+from typing import Any
 from unittest.mock import Mock
 
 import pytest
 import torch
 
-from checkpoints.checkpointer import Checkpointer
-from checkpoints.files import check_files, complete_steps, read_tensors
+from checkpoints.checkpointer import Checkpointer, find_checkpoint
+from checkpoints.files import candidates, check_files, complete_steps, read_best
 from config import Checkpoint, Config, Job, Training, Validation
+from errors import ConfigError
+from jobs.heartbeat import activity
 from tests.planned import run_train
 from tests.started_jobs import write_config
-from training.best import Best, basis_of, link_folder, read_best
+from training.best import Best
 from training.config_checks import load_checked
 
 SCORE = "val/rmse/10m_u_component_of_wind@24h"
@@ -29,105 +31,117 @@ def checkpointer(one_rank, tmp_path):
     made.close()
 
 
-def best_of(folder: Path, score: str = SCORE) -> Best:
-    best = Best(Config(job=Job(dump_folder=str(folder)), checkpoint=Checkpoint(keep_best=score)))
+def best_of(checkpointer: Checkpointer, score: str = SCORE, **sections: Any) -> Best:
+    job = Job(dump_folder=str(checkpointer.folder.parent))
+    best = Best(Config(job=job, checkpoint=Checkpoint(keep_best=score), **sections), checkpointer)
     best.restart(100)
     return best
 
 
-def validate(best: Best, checkpointer: Checkpointer, folder: Path, step: int, value: float) -> None:
+def validate(best: Best, checkpointer: Checkpointer, step: int, value: float) -> None:
     """Validate as train.py does."""
     checkpointer.save(step, {"model.weight": torch.full((3,), float(step))})
-    best.judge(step, {SCORE: value}, checkpointer)
+    best.judge(step, {SCORE: value})
 
 
 def test_the_best_is_kept_when_newer_ones_are_not_better(checkpointer, tmp_path):
-    best = best_of(tmp_path)
+    best = best_of(checkpointer)
     for step, value in enumerate([3.0, 1.0, 2.0, math.nan, 1.0], 1):
-        validate(best, checkpointer, tmp_path, step, value)
-    assert complete_steps(tmp_path / "checkpoints") == [5] and complete_steps(tmp_path / "best") == [2]
+        validate(best, checkpointer, step, value)
+    assert complete_steps(tmp_path / "checkpoints") == [2, 5]  # of which one is kept
     stored = json.loads((tmp_path / "best/best.json").read_text())
     assert (stored["score"], stored["value"], stored["step"]) == (SCORE, 1.0, 2)
-    kept = tmp_path / "best/step-00000002"
-    check_files(kept)  # every byte is there, though the original is pruned
-    resumed = best_of(tmp_path)
+    assert [path.name for path in (tmp_path / "best").iterdir()] == ["best.json"]
+    (kept,) = candidates(tmp_path / "best")
+    check_files(kept)
+    resumed = best_of(checkpointer)
     assert (resumed.value, resumed.step) == (best.value, best.step) == (1.0, 2)
-    assert best_of(tmp_path, "val/loss").value == math.inf  # of another score nothing is known
+    validate(resumed, checkpointer, 6, 0.5)
+    assert complete_steps(tmp_path / "checkpoints") == [6]
+    assert best_of(checkpointer, "val/loss").value == math.inf  # of another score nothing is known
+
+
+def test_the_best_is_found_by_the_name_of_its_folder(checkpointer, tmp_path, monkeypatch):
+    best = best_of(checkpointer)
+    for step, value in ((1, 1.0), (2, 2.0)):
+        validate(best, checkpointer, step, value)
+    monkeypatch.chdir(tmp_path)
+    for name in (str(tmp_path / "best"), "best"):
+        assert find_checkpoint("forecast.checkpoint", name).folder == tmp_path / "checkpoints/step-00000001"
+    (tmp_path / "best/best.json").write_text("{")
+    with pytest.raises(ConfigError, match="forecast.checkpoint = .*no checkpoint there"):
+        find_checkpoint("forecast.checkpoint", "best")
 
 
 def test_a_checkpoint_that_could_not_be_saved_is_not_the_best(checkpointer, tmp_path):
-    best = best_of(tmp_path)
-    validate(best, checkpointer, tmp_path, 1, 2.0)
-    best.judge(2, {SCORE: 1.0}, checkpointer)  # nothing was saved after step 2
-    assert best.value == 2.0 and complete_steps(tmp_path / "best") == [1]
+    best = best_of(checkpointer)
+    validate(best, checkpointer, 1, 2.0)
+    best.judge(2, {SCORE: 1.0})  # nothing was saved after step 2
+    assert best.value == 2.0 and read_best(tmp_path)["step"] == 1
 
 
-def test_a_score_without_its_checkpoint_is_not_the_best(checkpointer, tmp_path, monkeypatch):
-    """It was recorded before the copy was there, and a later, worse one was not taken."""
-    best = best_of(tmp_path)
+def test_a_score_that_cannot_be_recorded_is_not_the_best(checkpointer, tmp_path, monkeypatch):
+    """A later, worse one was not taken."""
+    best = best_of(checkpointer)
     with monkeypatch.context() as full:
-        full.setattr("training.best.link_folder", Mock(side_effect=OSError(28, "No space left on device")))
-        validate(best, checkpointer, tmp_path, 1, 1.0)
-    assert best.value == math.inf and not complete_steps(tmp_path / "best")
-    validate(best, checkpointer, tmp_path, 2, 2.0)
-    assert best.value == 2.0 and complete_steps(tmp_path / "best") == [2]
+        full.setattr("training.best.write_durably", Mock(side_effect=OSError(28, "No space left on device")))
+        validate(best, checkpointer, 1, 1.0)
+    assert best.value == math.inf and not read_best(tmp_path)
+    validate(best, checkpointer, 2, 2.0)
+    assert best.value == 2.0 and read_best(tmp_path)["step"] == 2
 
 
-def test_values_of_another_loss_are_not_compared(checkpointer, tmp_path):
-    """A run that went on with mse after mae kept a worse model, and never improved after going back."""
-
-    def best(loss: str) -> Best:
-        training = Training(loss=loss)  # type: ignore[arg-type]
-        checkpoint, job = Checkpoint(keep_best="val/loss"), Job(dump_folder=str(tmp_path))
-        best = Best(Config(job=job, checkpoint=checkpoint, training=training))
-        best.restart(2)
-        return best
-
+def test_waiting_for_the_save_may_take_long(checkpointer, monkeypatch):
+    """The watchdog ended healthy runs: "no progress", with 14 s of fsync and a limit of 6 s."""
+    best, limits = best_of(checkpointer), []
+    plain = checkpointer.wait
+    monkeypatch.setattr(checkpointer, "wait", lambda: (limits.append(activity.limit(6, 600)), plain()))
+    activity.start_phase("train", 1)
     checkpointer.save(1, {"model.weight": torch.zeros(3)})
-    best("mae").judge(1, {"val/loss": 0.1}, checkpointer)
-    assert best("mae").value == 0.1
-    other = best("mse")
+    limits.clear()
+    best.judge(1, {SCORE: 1.0})
+    assert limits and set(limits) == {600}
+
+
+def test_values_of_another_loss_are_not_compared(checkpointer):
+    """A run that went on with mse after mae kept a worse model, and never improved after going back."""
+    checkpointer.save(1, {"model.weight": torch.zeros(3)})
+    best_of(checkpointer, "val/loss", training=Training(loss="mae")).judge(1, {"val/loss": 0.1})
+    assert best_of(checkpointer, "val/loss", training=Training(loss="mae")).value == 0.1
+    other = best_of(checkpointer, "val/loss", training=Training(loss="mse"))
     assert (other.value, other.step) == (math.inf, -1)
 
 
-def test_a_damaged_file_starts_again(tmp_path, caplog):
-    (tmp_path / "best.json").write_text("{")
-    assert read_best(tmp_path / "best.json", SCORE, "") == (math.inf, -1) and "is damaged" in caplog.text
+@pytest.mark.parametrize("content", ["{", "[]", "3", '{"step": "a", "value": 1}', '{"value": 1.0}'])
+def test_a_damaged_file_starts_again(checkpointer, tmp_path, caplog, content):
+    (tmp_path / "best").mkdir()
+    (tmp_path / "best/best.json").write_text(content)
+    assert best_of(checkpointer).value == math.inf
+    assert "is damaged" in caplog.text
+    assert not list(candidates(tmp_path / "best"))
 
 
 def test_going_back_forgets_a_best_of_later_steps(checkpointer, tmp_path):
     """It stayed with scores of weights that were done again; a step done again found its place taken."""
-    best = best_of(tmp_path)
+    best = best_of(checkpointer)
     for step, value in enumerate([3.0, 2.0, 2.5], 1):
-        validate(best, checkpointer, tmp_path, step, value)
-    best.restart(2)
-    assert (best.step, complete_steps(tmp_path / "best")) == (2, [2])
-    best.restart(1)
-    assert best.value == math.inf and not complete_steps(tmp_path / "best")
-    assert not (tmp_path / "best/best.json").exists()
+        validate(best, checkpointer, step, value)
+    for step, expected in ((2, 2.0), (1, math.inf)):
+        checkpointer.restart(step)
+        best.restart(step)
+        assert best.value == expected
+    assert not (tmp_path / "best/best.json").exists() and not complete_steps(tmp_path / "checkpoints")
 
 
 def test_a_step_that_is_done_again_replaces_the_best_of_its_number(checkpointer, tmp_path):
     for value, score in ((1.0, 2.0), (5.0, 1.0)):
-        best = best_of(tmp_path)
+        best = best_of(checkpointer)
         checkpointer.save(1, {"model.weight": torch.full((3,), value)})
-        best.judge(1, {SCORE: score}, checkpointer)
+        best.judge(1, {SCORE: score})
         checkpointer.restart(0)
+        if score == 2.0:
+            assert best_of(checkpointer).value == math.inf  # without its checkpoint
     assert json.loads((tmp_path / "best/best.json").read_text())["value"] == 1.0
-    found = {"model.weight": torch.zeros(3)}
-    read_tensors(tmp_path / "best/step-00000001", found)
-    assert found["model.weight"].tolist() == [5.0] * 3
-
-
-def test_links_replace_what_a_kill_left_half_made(tmp_path):
-    source, target = tmp_path / "step-00000001", tmp_path / "best/step-00000001"
-    source.mkdir()
-    (source / "manifest.json").write_text("whole")
-    (tmp_path / "best/step-00000001.incomplete").mkdir(parents=True)
-    (tmp_path / "best/step-00000001.incomplete/part").write_text("half")
-    link_folder(source, target)
-    assert [path.name for path in target.iterdir()] == ["manifest.json"]
-    assert (target / "manifest.json").stat().st_nlink == 2
 
 
 @pytest.mark.parametrize(
@@ -149,11 +163,13 @@ def test_a_score_of_the_validation_is_accepted(tmp_path):
         load_checked(["--job.config_file", config_file, *validation, "--checkpoint.keep_best", name])
 
 
-def test_members_are_what_values_have_in_common():
+def test_members_are_what_values_have_in_common(checkpointer):
     """RMSE of a mean of 64 members is lower than that of 2, for the same weights."""
-    two, many = (Config(training=Training(loss="crps", members=n), checkpoint=Checkpoint()) for n in (2, 64))
-    assert basis_of(two) != basis_of(many)
-    assert basis_of(two) == basis_of(replace(many, validation=Validation(members=2)))
+    two, many, as_validated = (
+        best_of(checkpointer, training=Training(loss="crps", members=n), validation=Validation(members=m))
+        for n, m in ((2, 0), (64, 0), (64, 2))
+    )
+    assert two.basis != many.basis and two.basis == as_validated.basis
 
 
 def test_a_validation_that_a_kill_took_is_made_up(tmp_path):
@@ -171,7 +187,7 @@ def test_a_validation_that_a_kill_took_is_made_up(tmp_path):
         with pytest.raises(SystemExit, match="killed"):
             run_train(*files, *words, "--training.steps=4")
     run_train(*files, *words, "--training.steps=4")
-    assert validated(tmp_path) == [2, 4] and complete_steps(tmp_path / "run/best")
+    assert validated(tmp_path) == [2, 4] and read_best(tmp_path / "run")
     run_train(*files, *words, "--training.steps=4")  # ended, and validated again
     assert validated(tmp_path) == [2, 4]
 

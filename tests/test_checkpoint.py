@@ -13,12 +13,14 @@ from types import SimpleNamespace
 import pytest
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from checkpoints.checkpointer import Checkpointer
 from checkpoints.files import check_steps, complete_steps, read_manifest, step_folder, stored_tensors
 from config import Checkpoint, Training
 from parallelisms.parameter_names import canonical
 from tests.conftest import memory_kib
+from tests.parity import Layout, SmallRun
 from tests.started_jobs import ROOT
 from training.bad_steps import BadSteps
 from training.batches import choose_global_batch
@@ -178,6 +180,19 @@ def test_a_save_that_fails_is_said_and_the_run_goes_on(build, tmp_path, mode, ca
     assert complete_steps(folder) == [1, 3] and not checkpointer.last_error
 
 
+def test_a_disk_that_vanished_costs_a_save(build, tmp_path, caplog, monkeypatch):
+    """The line about it asked for the free space there, and ended rank 0 alone with a traceback."""
+    run, checkpointer = Run(), build()
+    run.step_and_save(checkpointer)
+    with monkeypatch.context() as lost:
+        lost.setattr("checkpoints.checkpointer.shutil.disk_usage", refuse)
+        (tmp_path / "step-00000002.incomplete").write_text("a file where a folder has to be")
+        run.step_and_save(checkpointer)
+    assert "cannot be read: [Errno 5] Input/output error; training goes on" in caplog.text
+    run.step_and_save(checkpointer)
+    assert complete_steps(tmp_path) == [1, 3] and not checkpointer.last_error
+
+
 def test_a_folder_that_vanished_is_made_again(build, tmp_path):
     folder = tmp_path / "checkpoints"
     run, checkpointer = Run(), build(folder=folder)
@@ -246,6 +261,39 @@ def test_host_memory_does_not_grow_with_saves(build):
     assert sizes[1] - sizes[0] < 10_000  # KiB; 29 saves are 58 MB, and other tests leave gaps to fill
 
 
+def count_staged(layout: Layout, folder: Path) -> tuple[int, int]:
+    """Bytes in the copies of this rank, and of all that it has."""
+    small = SmallRun(layout, ema_decay=0.9)
+    small.step(0)
+    checkpointer, tensors = Checkpointer(folder, Checkpoint(), "", {}), small.state.state_dict()
+    for step in (1, 2):
+        checkpointer.save(step, tensors)
+    checkpointer.wait()
+    assert checkpointer.process and checkpointer.stager and checkpointer.saved_step == 2
+    copies = checkpointer.stager._state_dict_stager._cached_storage_mapping.values()
+    staged = sum(storage.nbytes() for storage in copies)
+    checkpointer.close()
+    local = [t.to_local() if isinstance(t, DTensor) else t for t in tensors.values()]
+    return staged, sum(tensor.nbytes for tensor in local)
+
+
+@pytest.mark.parametrize(
+    ("ranks_of_layout", "replicas", "parallelism"),
+    [
+        (2, 2, {"data_parallel_replicate_degree": 2}),
+        (4, 2, {"data_parallel_replicate_degree": 2}),
+        (2, 1, {}),
+    ],
+    ids=["ddp 2", "hsdp 2 x 2", "fsdp 2"],
+)
+def test_a_rank_copies_what_it_writes_alone(ranks, tmp_path, ranks_of_layout, replicas, parallelism):
+    """Each replica copied the whole state: 160 GB of /dev/shm for 1 B parameters with averages on 8 ranks."""
+    layout = Layout(ranks_of_layout, parallelism)
+    for staged, size in ranks(ranks_of_layout).run(count_staged, layout, tmp_path):
+        assert 0.75 * size / replicas < staged < 1.25 * size / replicas
+    assert complete_steps(tmp_path) == [1, 2]
+
+
 def test_the_global_batch_goes_on():
     def next_batch(asked: int, smallest: int, progress: Progress) -> int:
         return choose_global_batch(Training(global_batch_size=asked), smallest, progress)
@@ -302,8 +350,11 @@ if __name__ == "__main__":
     checkpointer = Checkpointer(Path(sys.argv[1]), Checkpoint(), "", {})
 """
 ORPHAN = """
-    print(checkpointer.process.started.result()._save_process.pid, flush=True)
-    os._exit(1)
+    child = checkpointer.process.started.result()._save_process.pid
+    os.kill(child, signal.SIGSTOP)  # as in a write that takes long
+    checkpointer.save(1, {"weight": torch.ones(2)})
+    print(child, flush=True)
+    os.kill(os.getpid(), signal.SIGKILL)
 """
 INTERRUPTED = """
     while not (children := multiprocessing.active_children()):
@@ -323,15 +374,18 @@ def run_script(folder: Path, text: str) -> subprocess.CompletedProcess[str]:
     script.write_text(SCRIPT + text)
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     command = [sys.executable, str(script), str(folder)]
-    return subprocess.run(command, env=environment, capture_output=True, text=True)
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
 
 
-def test_the_process_ends_with_its_trainer(tmp_path):
+def test_a_process_that_writes_ends_with_its_trainer(tmp_path):
+    """It wrote for seconds while the next start cleared the same folder."""
     done = run_script(tmp_path, ORPHAN)
+    assert done.returncode == -signal.SIGKILL, done.stderr
     status, end = Path(f"/proc/{int(done.stdout)}/status"), time.monotonic() + 5
     while status.exists() and "State:\tZ" not in status.read_text() and time.monotonic() < end:
         time.sleep(0.05)
     assert time.monotonic() < end, done.stderr
+    assert not complete_steps(tmp_path)
 
 
 def test_ctrl_c_does_not_end_a_process_that_is_starting(tmp_path):

@@ -112,12 +112,12 @@ def check_parts(layout: Layout) -> list[str]:
     fingerprints = Fingerprints(SmallRun(layout).model)
     fingerprints.compare(100, saves=False)
     if dist.get_rank() == 1:
-        first = next(iter(next(iter(fingerprints.parts.values())).values())).detach()
+        first = next(iter(next(iter(fingerprints.shards.values())).values())).detach()
         local = first.to_local() if isinstance(first, DTensor) else first
         local.view(-1).view(torch.int32)[0] ^= 1
     with pytest.raises(ReplicasDiverged, match=r"replicas have diverged: rank"):
         fingerprints.compare(200, saves=False)
-    return sorted(fingerprints.parts)
+    return sorted(fingerprints.shards)
 
 
 @pytest.mark.parametrize(

@@ -88,6 +88,7 @@ def test_the_folder_is_complete(exported):
     assert variable["std"] > 0 and variable["change_std"] > 0
     assert about["step_hours"] == 6 and about["latitude"][0] == 75 and about["checkpoint"] == "step-00000002"
     assert tomli.loads((exported.model / "config.toml").read_text())["data"]["step_hours"] == 6
+    assert len({path.stat().st_mode for path in exported.model.iterdir()}) == 1  # 0600 of the weights alone
     tensors = load_file(exported.model / "model.safetensors")
     assert all(torch.isfinite(tensor).all() and tensor.dtype == torch.float32 for tensor in tensors.values())
     extra = {"model.json": ""}

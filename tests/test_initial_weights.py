@@ -11,9 +11,11 @@ import torch.distributed as dist
 from scipy.interpolate import RegularGridInterpolator
 
 from checkpoints.checkpointer import Checkpointer, find_checkpoint
-from checkpoints.initial_weights import TokenGrid, load_initial_weights
+from checkpoints.identity import Identity
+from checkpoints.weights import load_initial_weights
 from config import ActivationCheckpoint, Checkpoint, Compile, Float8, Model, Parallelism, Training
 from datasets.channels import Channels
+from datasets.grid import Grid
 from models.registry import build_model
 from parallelisms.degrees import resolve_degrees
 from parallelisms.parallelize import Recipe, parallelize
@@ -59,11 +61,18 @@ def save(folder: Path, ema: bool = False, **options) -> dict[str, torch.Tensor]:
             tensor += 1
     bad_steps = BadSteps(Training(), torch.device("cpu"))
     run = TrainState(parameters, optimizer, LossScaler(False), average, Progress(step=1), bad_steps)
-    checkpointer = Checkpointer(folder / "checkpoints", Checkpoint(async_mode="disabled"), CONFIG, {})
+    grid = global_grid(GRID)
+    about = {"identity": {"grid": {axis: getattr(grid, axis).tolist() for axis in ("latitude", "longitude")}}}
+    checkpointer = Checkpointer(folder / "checkpoints", Checkpoint(async_mode="disabled"), CONFIG, about)
     checkpointer.save(1, run.state_dict())
     checkpointer.close()
     kept = average.averages if average else parameters
     return {name: torch.from_numpy(full(tensor)) for name, tensor in kept.items()}
+
+
+def start_from(folder: Path, parameters: dict, channels: Channels, grid: Grid | None = None) -> None:
+    identity = Identity.of(find_checkpoint(KEY, str(folder)).folder)
+    load_initial_weights(identity, parameters, channels, grid or global_grid(GRID))
 
 
 def patches(weight: torch.Tensor, channel: int, dim: int) -> torch.Tensor:
@@ -76,7 +85,7 @@ def test_variables_are_found_by_name_and_new_ones_start_anew(one_rank, tmp_path,
     old = save(tmp_path, ema)
     fresh = {name: p.detach().clone() for name, p in build(NEW, 7).items()}
     parameters = build(NEW, 7)
-    load_initial_weights(find_checkpoint(KEY, str(tmp_path)).folder, parameters, NEW)
+    start_from(tmp_path, parameters, NEW)
     embedding, head = parameters["patch_embedding.weight"], parameters["head.weight"]
     for weight, name, dim in ((embedding, "patch_embedding.weight", 1), (head, "head.weight", 0)):
         assert torch.equal(patches(weight, 0, dim), patches(old[name], 1, dim))  # 2m_temperature
@@ -93,58 +102,63 @@ def test_variables_are_found_by_name_and_new_ones_start_anew(one_rank, tmp_path,
 def test_a_u_net_too(one_rank, tmp_path):
     old = save(tmp_path, name="unet")
     parameters = build(NEW, 7, name="unet")
-    load_initial_weights(find_checkpoint(KEY, str(tmp_path / "checkpoints")).folder, parameters, NEW)
+    start_from(tmp_path / "checkpoints", parameters, NEW)
     assert torch.equal(parameters["stem.weight"][:, 2], old["stem.weight"][:, 0])
     assert torch.equal(parameters["head.bias"][[0, 2]], old["head.bias"][[1, 0]])
 
 
 def load_on_shards(folder: Path) -> dict:
     parameters = build(NEW, 7, tensor_parallel_degree=2)
-    load_initial_weights(find_checkpoint(KEY, str(folder)).folder, parameters, NEW)
+    start_from(folder, parameters, NEW)
     return {name: full(parameter) for name, parameter in parameters.items()}
 
 
 def test_sharded_weights_are_those_of_one_process(ranks, one_rank, tmp_path):
     save(tmp_path)
     parameters = build(NEW, 7)
-    load_initial_weights(find_checkpoint(KEY, str(tmp_path)).folder, parameters, NEW)
+    start_from(tmp_path, parameters, NEW)
     sharded = ranks(4).run(load_on_shards, tmp_path)[0]
     assert all((sharded[name] == full(parameter)).all() for name, parameter in parameters.items())
 
 
-def load_on_another_grid(folder: Path, tokens: tuple[TokenGrid, TokenGrid], **parallelism) -> dict:
-    parameters = build(OLD, 7, grid=LARGER, **parallelism)
-    load_initial_weights(find_checkpoint(KEY, str(folder)).folder, parameters, OLD, tokens)
+def load_on_another_grid(folder: Path, grid: Grid, **parallelism) -> dict:
+    parameters = build(OLD, 7, grid=grid.shape, **parallelism)
+    start_from(folder, parameters, OLD, grid)
     return {name: full(parameter) for name, parameter in parameters.items()}
 
 
 def test_positions_are_interpolated_to_another_grid(ranks, one_rank, tmp_path):
-    """Against scipy: a token at the edge has the value of the nearest row, and longitude goes round."""
-    old = save(tmp_path)
-    there, here = (TokenGrid.of(global_grid(shape), (4, 4)) for shape in (GRID, LARGER))
-    np.testing.assert_allclose(here.latitude, 90 - 180 / 13 * (4 * np.arange(4) + 0.5 + 0.5), atol=1e-9)
-    found = load_on_another_grid(tmp_path, (there, here))
-    longitude = np.concatenate([there.longitude - 360, there.longitude, there.longitude + 360])
+    """Against scipy: at the edge a token has the value of the nearest row, and longitude goes round."""
+    old, grid = save(tmp_path), global_grid(LARGER)
+    result = load_on_another_grid(tmp_path, grid)
     values = np.tile(old["position.embedding"].numpy().reshape(2, 4, 16), (1, 3, 1))
-    reference = RegularGridInterpolator((-there.latitude, longitude), values)
-    rows = (-here.latitude).clip(*-there.latitude[[0, -1]])
-    places = np.stack(np.meshgrid(rows, here.longitude, indexing="ij"), axis=-1)
+    reference = RegularGridInterpolator((np.arange(2) + 0.5, np.arange(-4, 8) + 0.5), values)
+    rows = ((np.arange(4) + 0.5) * 2 / 4).clip(0.5, 1.5)
+    places = np.stack(np.meshgrid(rows, (np.arange(5) + 0.5) * 4 / 5, indexing="ij"), axis=-1)
     expected = reference(places).reshape(-1, 16)
-    np.testing.assert_allclose(found["position.embedding"], expected, rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(result["position.embedding"], expected, rtol=1e-5, atol=1e-6)
     others = [name for name in old if name != "position.embedding"]
-    assert all((found[name] == old[name].numpy()).all() for name in others)
-    sharded = ranks(4).run(partial(load_on_another_grid, tensor_parallel_degree=2), tmp_path, (there, here))[
-        0
-    ]
-    assert all((sharded[name] == found[name]).all() for name in found)
+    assert all((result[name] == old[name].numpy()).all() for name in others)
+    load_on_shards = partial(load_on_another_grid, tensor_parallel_degree=2)
+    sharded = ranks(4).run(load_on_shards, tmp_path, grid)[0]
+    assert all((sharded[name] == result[name]).all() for name in result)
+
+
+def test_positions_of_another_area_are_not_taken(one_rank, tmp_path, caplog):
+    """They would be those of other places."""
+    save(tmp_path)
+    region = Grid(np.linspace(60, 30, 8), np.linspace(0, 40, 16))
+    fresh = full(build(OLD, 7)["position.embedding"])
+    assert (load_on_another_grid(tmp_path, region)["position.embedding"] == fresh).all()
+    assert "another area, initialised: position.embedding" in caplog.text
 
 
 def test_another_model_and_an_empty_folder_are_one_line_each(one_rank, tmp_path):
     with pytest.raises(ValueError, match="initial_load_path = .*no checkpoint there"):
-        load_initial_weights(find_checkpoint(KEY, str(tmp_path)).folder, build(NEW, 7), NEW)
+        start_from(tmp_path, build(NEW, 7), NEW)
     save(tmp_path)
-    with pytest.raises(ValueError, match=r"is \[.*\] there and \[.*\] in this model; take the model"):
-        load_initial_weights(find_checkpoint(KEY, str(tmp_path)).folder, build(NEW, 7, dim=32), NEW)
+    with pytest.raises(ValueError, match=r"is \[.*\] there and \[.*\] in this configuration"):
+        start_from(tmp_path, build(NEW, 7, dim=32), NEW)
     next((tmp_path / "checkpoints").glob("step-*/*.distcp")).unlink()
     with pytest.raises(ValueError, match="damaged ones only"):
-        load_initial_weights(find_checkpoint(KEY, str(tmp_path)).folder, build(NEW, 7), NEW)
+        start_from(tmp_path, build(NEW, 7), NEW)

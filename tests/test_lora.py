@@ -13,7 +13,8 @@ from torch import Tensor, nn
 import forecast
 from checkpoints.checkpointer import Checkpointer, find_checkpoint
 from checkpoints.files import read_tensors, stored_tensors
-from checkpoints.initial_weights import load_initial_weights
+from checkpoints.identity import Identity
+from checkpoints.weights import load_initial_weights
 from command_line import load_config, to_toml
 from config import Checkpoint, Lora, Model
 from datasets.channels import Channels
@@ -154,7 +155,8 @@ def start(folder: Path, layout: Layout) -> dict[str, np.ndarray]:
     small = SmallRun(layout, seed=5)
     config = config_of(layout, 5)
     channels = Channels.of(config.data, config.model.noise_dim)
-    load_initial_weights(find_checkpoint("", str(folder)).folder, small.model.parameters, channels)
+    identity = Identity.of(find_checkpoint("", str(folder)).folder)
+    load_initial_weights(identity, small.model.parameters, channels, global_grid((8, 16)))
     return {name: full(parameter) for name, parameter in small.model.parameters.items()}
 
 

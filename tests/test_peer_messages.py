@@ -36,7 +36,7 @@ def received(value: object) -> object:
 
 @pytest.mark.parametrize("function", [os.system, subprocess.Popen, exec, eval, getattr, np.load, torch.load])
 def test_a_pickle_that_would_run_something_is_refused(one_rank, tmp_path, function):
-    with pytest.raises(pickle.UnpicklingError, match="another rank sent .*which is not plain data"):
+    with pytest.raises(pickle.UnpicklingError, match="contains .*which is not plain data"):
         received([1, Command(function, f"touch {tmp_path}/ran")])
     assert not list(tmp_path.iterdir())
 

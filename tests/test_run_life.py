@@ -4,11 +4,13 @@ import errno
 import fcntl
 import json
 import os
+import shutil
 import signal
 import subprocess
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -16,20 +18,22 @@ import torch.distributed as dist
 
 import evaluate
 from checkpoints import checkpointer as saving
-from checkpoints import files
-from checkpoints.checkpointer import find_undamaged
+from checkpoints import files, writer
+from checkpoints.checkpointer import Checkpointer, find_undamaged
 from checkpoints.files import Unreadable, clear_leftovers, complete_steps, prune, step_folder
-from config import Config, Optimizer
+from config import Checkpoint, Config, Optimizer
 from datasets.remote import NO_OPTIONS
 from errors import EXIT_SAVED, ConfigError, RunFailed
 from jobs import torchrun
 from jobs.heartbeat import activity
+from jobs.journal import Journal
 from tests.planned import run_train
 from tests.started_jobs import ROOT, last_step, records, run_options, small_dataset, small_wave, write_config
 from tests.test_checkpoint import Run, build  # noqa: F401  (a fixture)
 from tests.test_restart import save_two
 from training import run_folder
 from training.loggers.opening import Loggers
+from training.metrics import Metrics
 from training.restart import Restart
 from verification import validation
 
@@ -115,12 +119,50 @@ def test_a_checkpoint_that_is_read_is_kept_where_locks_need_a_writer(one_rank, t
     assert complete_steps(tmp_path) == [1, 2]
 
 
+def test_a_checkpoint_that_is_removed_while_it_is_checked_is_no_damage(build, tmp_path, monkeypatch, caplog):  # noqa: F811
+    """By hand, or by another run; the log named a folder that was not there."""
+    Run().step_and_save(build(), 2)
+    plain = files.check_files
+
+    def check_files(folder: Path, *arguments: int) -> None:
+        if folder == step_folder(tmp_path, 2):
+            shutil.rmtree(folder)
+        plain(folder, *arguments)
+
+    monkeypatch.setattr(files, "check_files", check_files)
+    assert build().newest() == 1
+    assert "removed by another process" in caplog.text and "set aside" not in caplog.text
+
+
+def fail_to_remove(folder: Path) -> str:
+    """What each rank gets where rank 0 cannot remove later checkpoints, or read metrics.jsonl."""
+    checkpointer = Checkpointer(folder, Checkpoint(async_mode="disabled"), "", {})
+    metrics = Metrics.__new__(Metrics)
+    metrics.is_first, metrics.journal = dist.get_rank() == 0, Journal(folder)  # no file
+    problems = []
+    with patch("os.replace", side_effect=OSError(errno.EIO, "Input/output error")):
+        for restart in (checkpointer.restart, metrics.restart):
+            try:
+                restart(1)
+            except RunFailed as error:
+                problems.append(str(error))
+    checkpointer.close()
+    return " | ".join(problems)
+
+
+def test_errors_of_rank_0_alone_are_one_line_of_all_ranks(ranks, tmp_path):
+    """They were tracebacks, and the other ranks waited."""
+    ranks(2).run(save_two, tmp_path)
+    first, second = ranks(2).run(fail_to_remove, tmp_path)
+    assert first == second and "Input/output error" in first and "Is a directory" in first
+
+
 # -- writing them
 
 
 def test_a_last_save_that_fails_after_its_rename_is_there(build, tmp_path, monkeypatch):  # noqa: F811
     """All further tries ended with "Directory not empty", and the run with 1."""
-    run, plain, failed = Run(), saving.sync_folder, []
+    run, plain, failed = Run(), writer.sync_folder, []
 
     def sync_folder(path: Path) -> None:
         if path == tmp_path and not failed:
@@ -128,7 +170,7 @@ def test_a_last_save_that_fails_after_its_rename_is_there(build, tmp_path, monke
             raise OSError(errno.EIO, "Input/output error")
         plain(path)
 
-    monkeypatch.setattr("checkpoints.writer.sync_folder", sync_folder)
+    monkeypatch.setattr(writer, "sync_folder", sync_folder)
     checkpointer = build()
     run.step()
     run.save(checkpointer)

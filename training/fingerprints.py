@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor
 
 from errors import RunFailed
 from parallelisms.float8 import plain_weight
+from parallelisms.mesh import from_all_ranks
 from parallelisms.parallelize import ParallelModel
 from training.due import every
 
@@ -32,35 +33,43 @@ class Fingerprints:
 
     def __init__(self, model: ParallelModel) -> None:
         self.last_equal = ""  # description of the last step at which all were equal
-        # "stage 0, fsdp 1, tp 0" -> the parameters of which this rank has that part
-        self.parts: dict[str, dict[str, Tensor]] = {}
+        # "stage 0, fsdp 1, tp 0" -> the parameters of which this rank has that shard, by its coordinates on
+        # the axes that shard them
+        self.shards: dict[str, dict[str, Tensor]] = {}
         for name, parameter in model.parameters.items():
-            self.parts.setdefault(part_of(parameter, model.mesh.rank("pp")), {})[name] = parameter
+            coordinates = [f"stage {model.mesh.rank('pp')}"]
+            if isinstance(parameter, DTensor):
+                mesh = parameter.device_mesh
+                axes = zip(mesh.mesh_dim_names or (), mesh.shape, parameter.placements, strict=True)
+                for axis, size, placement in axes:
+                    if size > 1 and not placement.is_replicate():
+                        coordinates.append(f"{axis} {mesh.get_local_rank(axis)}")
+            self.shards.setdefault(", ".join(coordinates), {})[name] = parameter
 
     def restart(self, step: int) -> None:
         """Note that the weights are equal after `step`: a checkpoint was compared before it was saved."""
         self.last_equal = f"after step {step}" if step else "as the run began"
 
+    @torch.no_grad()
     def compare(self, step: int, saves: bool) -> None:
         """Raise ReplicasDiverged on all ranks if two of them differ; then nothing is saved."""
         if dist.get_world_size() == 1 or not (saves or every(INTERVAL, step)):
             return
-        place = f"{socket.gethostname()}, pid {os.getpid()}"
-        mine = {part: fingerprints(parameters) for part, parameters in self.parts.items()}
-        gathered: list = [None] * dist.get_world_size()
-        dist.all_gather_object(gathered, (place, mine))
-        if difference := find_difference([found for _, found in gathered]):
-            raise ReplicasDiverged(self._describe(step, [place for place, _ in gathered], *difference))
-        self.last_equal = f"after step {step}"
-
-    def _describe(
-        self, step: int, places: list[str], odd: list[int], rest: list[int], names: list[str]
-    ) -> str:
-        odd_places = ", ".join(f"rank {rank} ({places[rank]})" for rank in odd)
+        mine = {}
+        for shard, parameters in self.shards.items():
+            sums = torch.stack([sum_of_bits(parameter) for parameter in parameters.values()])
+            mine[shard] = dict(zip(parameters, sums.tolist(), strict=True))
+        gathered = from_all_ranks((f"{socket.gethostname()}, pid {os.getpid()}", mine))
+        difference = find_difference([sums for _, sums in gathered])
+        if not difference:
+            self.last_equal = f"after step {step}"
+            return
+        odd, rest, names = difference
+        odd_places = ", ".join(f"rank {rank} ({gathered[rank][0]})" for rank in odd)
         against = f"rank{'s' * (len(rest) > 1)} {', '.join(map(str, rest))}"
         more = f" and {len(names) - MOST_NAMES} more" if len(names) > MOST_NAMES else ""
         hint = "" if len(rest) > len(odd) else ", and two ranks alone do not show which is right"
-        return (
+        raise ReplicasDiverged(
             f"step {step}: replicas have diverged: {odd_places} has other bits than {against} in "
             f"{', '.join(names[:MOST_NAMES])}{more}{hint}; all were alike {self.last_equal}. A device that "
             "computes wrong or memory that flips does this, or code that decides on one rank alone. Start "
@@ -69,47 +78,29 @@ class Fingerprints:
         )
 
 
-def part_of(parameter: Tensor, stage: int) -> str:
-    """Return which part of a parameter this rank has, by its coordinates on the axes that shard it."""
-    named = [f"stage {stage}"]
-    if isinstance(parameter, DTensor):
-        mesh = parameter.device_mesh
-        axes = zip(mesh.mesh_dim_names or (), mesh.shape, parameter.placements, strict=True)
-        cut = [axis for axis, size, how in axes if size > 1 and not how.is_replicate()]
-        named += [f"{axis} {mesh.get_local_rank(axis)}" for axis in cut]
-    return ", ".join(named)
-
-
-@torch.no_grad()
-def fingerprints(parameters: dict[str, Tensor]) -> dict[str, int]:
-    """Return the sum of the bits of this rank's part of each parameter."""
-    sums = torch.stack([sum_of_bits(parameter) for parameter in parameters.values()])
-    return dict(zip(parameters, sums.tolist(), strict=True))
-
-
 def sum_of_bits(parameter: Tensor) -> Tensor:
-    """Return the sum of the bits of this rank's part, an int64 scalar on the device."""
+    """Return the sum of the bits of this rank's shard, an int64 scalar on the device."""
     plain = plain_weight(parameter)
     local = (plain.to_local() if isinstance(plain, DTensor) else plain).detach().reshape(-1)
     numbers = 8 // local.element_size()  # in an int64, of which a CPU adds up 16 times as many bytes a second
     if local.storage_offset() % numbers:
         local = local.clone()
-    whole = len(local) // numbers * numbers
-    tail = local[whole:].view(INTEGERS[local.element_size()])
-    return local[:whole].view(torch.int64).sum() + tail.sum(dtype=torch.int64)
+    end = len(local) // numbers * numbers
+    tail = local[end:].view(INTEGERS[local.element_size()])
+    return local[:end].view(torch.int64).sum() + tail.sum(dtype=torch.int64)
 
 
 def find_difference(
     ranks: list[dict[str, dict[str, int]]],
 ) -> tuple[list[int], list[int], list[str]] | None:
-    """Return (the odd ranks, those they differ from, parameters) of the first part in which ranks differ.
+    """Return (the odd ranks, those they differ from, parameters) of the first shard in which ranks differ.
 
-    ranks: part -> parameter -> fingerprint of each rank. None: all are equal.
+    ranks: shard -> parameter -> fingerprint of each rank. None: all are equal.
     """
-    for part in dict.fromkeys(part for parts in ranks for part in parts):
-        found = {rank: tuple(parts[part].values()) for rank, parts in enumerate(ranks) if part in parts}
-        common, _ = Counter(found.values()).most_common(1)[0]
-        if odd := [rank for rank, values in found.items() if values != common]:
-            names = zip(ranks[odd[0]][part], common, found[odd[0]], strict=True)
-            return odd, [rank for rank in found if rank not in odd], [n for n, a, b in names if a != b]
+    for shard in dict.fromkeys(shard for sums in ranks for shard in sums):
+        values = {rank: tuple(sums[shard].values()) for rank, sums in enumerate(ranks) if shard in sums}
+        common, _ = Counter(values.values()).most_common(1)[0]
+        if odd := [rank for rank, of_rank in values.items() if of_rank != common]:
+            names = zip(ranks[odd[0]][shard], common, values[odd[0]], strict=True)
+            return odd, [rank for rank in values if rank not in odd], [n for n, a, b in names if a != b]
     return None

@@ -66,7 +66,7 @@ class Metrics:
 
     def restart(self, step: int) -> None:
         """Forget the records of steps after `step`, which will be repeated."""
-        written = self.journal.forget_after(step) if self.is_first else 0
+        written = from_first_rank(lambda: self.journal.forget_after(step))
         if self.loggers:
             self.loggers.call("restart", step)
         else:
@@ -130,9 +130,9 @@ class Metrics:
 
     def write(self, record: dict[str, Any]) -> None:
         """Write a record into metrics.jsonl, where not-a-number becomes null, and to the loggers."""
+        if SCORE in record and record["step"] == self.resume_step:  # written by the start before, too
+            from_first_rank(lambda: self.journal.forget(self.resume_step, SCORE))
         if self.is_first:
-            if SCORE in record and record["step"] == self.resume_step:
-                self.journal.forget(self.resume_step, SCORE)  # of the start before
             self.journal.write({k: _finite(v) for k, v in record.items()})
         self._call("log", record)
 

@@ -8,7 +8,7 @@ from typing import Protocol
 
 from checkpoints.checkpointer import Checkpointer
 from checkpoints.files import step_folder, stored_tensors
-from checkpoints.initial_weights import start_from
+from checkpoints.weights import start_from
 from config import Config
 from datasets.grid import Grid
 from training.bad_steps import WINDOW, TrainingDiverged
@@ -63,12 +63,12 @@ class Restart:
         """The state has been loaded."""
         self.checkpointer, self.state = checkpointer, state
         saves: list[Restartable] = [checkpointer] if checkpointer else []
-        self.parts: list[Restartable] = [*saves, state, *others]
+        self.objects: list[Restartable] = [*saves, state, *others]
         self._continue()
 
     def _continue(self) -> None:
-        for part in self.parts:
-            part.restart(self.state.progress.step)
+        for restartable in self.objects:
+            restartable.restart(self.state.progress.step)
 
     def roll_back(self) -> None:
         """Go back to the newest checkpoint with a good step after it, and take the samples in another order.
@@ -77,10 +77,10 @@ class Restart:
         there is no such checkpoint, or the run has gone back to it before.
         """
         bad_steps, progress = self.state.bad_steps, self.state.progress
-        step = self.checkpointer.newest(bad_steps.first - 2) if self.checkpointer else None
-        if self.checkpointer and step is None:  # pruned: a later one, if the step after it was good
-            oldest = self.checkpointer.oldest()
-            step = None if oldest is None or bad_steps.bad[(oldest + 1) % WINDOW] else oldest
+        before = bad_steps.first - 2
+        step = self.checkpointer.newest(before) if self.checkpointer else None
+        if step is not None and step > before and bad_steps.bad[(step + 1) % WINDOW]:
+            step = None  # the older ones were pruned, and the step after this one was bad
         if self.checkpointer is None or step is None or step == progress.went_back_to:
             again = f"going back to step {step} and taking other samples did not help"
             tried = again if step else "no checkpoint to go back to"

@@ -35,7 +35,8 @@ class Validator:
     def __init__(self, config: Config, samples: Samples, run: Run, metrics: Metrics) -> None:
         self.run, self.model, self.metrics, self.samples = run, run.assembly.model, metrics, samples
         self.folder, self.settings = config.dump_folder, config.validation
-        self.best = Best(config) if config.checkpoint.keep_best else None
+        name, checkpointer = config.checkpoint.keep_best, run.checkpointer
+        self.best = Best(config, checkpointer) if name and checkpointer else None
         self.validated: tuple[int, Scores] | None = None  # the last step, and its scores
         self.seconds = 0.0  # of the last validation
         self.validation = None
@@ -134,8 +135,8 @@ class Validator:
         logger.info(f"validated {max(scores.num_dates)} dates in {self.seconds:.1f} s")
         self.metrics.write(scores.record(step) | {"validation_seconds": self.seconds})
         logger.info(f"step {step}, {scores.table()}")
-        if self.best and checkpointer:
-            self.best.judge(step, scores.record(step), checkpointer)
+        if self.best:
+            self.best.judge(step, scores.record(step))
         return scores
 
     def _averaged(self) -> AbstractContextManager:

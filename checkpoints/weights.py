@@ -1,0 +1,189 @@
+"""Weights of a checkpoint: for forecasts, and as initial weights of another run.
+
+Averaged weights are taken where the checkpoint has them. A forecast needs the model and the data of that run.
+A new run may have another lead time or other variables: the parts of the first and last layer that belong to
+a variable are found by the variable's name; a new one starts as in a new run. Learned positions are
+interpolated to another grid of the same area.
+"""
+
+import logging
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from checkpoints.checkpointer import Found, find_checkpoint
+from checkpoints.files import read_tensors, stored_tensors
+from checkpoints.identity import Identity
+from config import Config, Data
+from datasets.channels import Channels
+from datasets.grid import Grid
+from datasets.selection import Selection
+from datasets.statistics import Statistics
+from errors import DataError, refuse
+from models.embeddings import token_grid
+from models.lora import ADAPTERS
+from parallelisms.float8 import plain_weight
+from parallelisms.mesh import copy_part, on_all_ranks
+
+logger = logging.getLogger(__name__)
+Parameters = dict[str, nn.Parameter]
+# Parameters with a dim for channels: that dim, and the kind of channels.
+CHANNELS = {
+    "patch_embedding.weight": (1, "inputs"),
+    "stem.weight": (1, "inputs"),
+    "head.weight": (0, "variables"),
+    "head.bias": (0, "variables"),
+}
+POSITION = "position.embedding"
+KEY = "checkpoint.initial_load_path"
+
+
+# -- for forecasts ---------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Trained:
+    """An undamaged checkpoint, and the statistics with which its weights were trained."""
+
+    found: Found
+    averaged: bool  # its averaged weights are taken
+    statistics: Statistics
+    identity: dict[str, Any]  # which weights these are, wherever the run's folder is
+
+
+def checkpoint_source(config: Config) -> tuple[str, str]:
+    """Return the key that names the checkpoint to forecast from, and its value."""
+    source = config.forecast.checkpoint
+    return ("forecast.checkpoint", source) if source else ("job.dump_folder", str(config.dump_folder))
+
+
+def find_trained(config: Config, selection: Selection) -> Trained:
+    """Return the checkpoint to forecast from, of this run or `forecast.checkpoint`. Called by all ranks.
+
+    Raises ConfigError if there is none, or the configuration or the data give its weights another meaning,
+    DataError if the statistics of its run are missing.
+    """
+    checkpoint = find_checkpoint(*checkpoint_source(config))
+    folder = checkpoint.folder
+    identity = Identity.of(folder)
+    identity.check(config, "take the config.toml of that checkpoint", selection)
+    if not identity.statistics or not identity.grid:
+        raise DataError(f"{folder}: its manifest has no statistics; resume its run, which adds them")
+    # The data of the training may be deleted since.
+    mean, std, change = (np.asarray(identity.statistics[name]) for name in ("mean", "std", "change_std"))
+    mean_field = np.broadcast_to(mean[:, None, None], (len(mean), *identity.grid.shape))
+    dates = np.zeros(0, "datetime64[s]")
+    statistics = Statistics(mean, std, change, mean_field, dates=dates, fingerprint="")
+    averaged = any(name.startswith("ema.") for name in stored_tensors(folder))
+    about = {"checkpoint": folder.name, "averaged": averaged, "crc32": identity.crc32}
+    return Trained(checkpoint, averaged, statistics, about)
+
+
+def load_weights(trained: Trained, parameters: Parameters) -> None:
+    """Fill the parameters of this rank. Raises DataError if they are of another model."""
+    folder = trained.found.folder
+    stored, tensors = stored_tensors(folder), {}
+    for name, parameter in parameters.items():
+        section = "ema" if f"ema.{name}" in stored else "model"  # frozen weights have no average
+        tensors[f"{section}.{name}"] = plain_weight(parameter.detach())
+    with trained.found.lock:
+        on_all_ranks(lambda: read_tensors(folder, tensors))
+    logger.info("%s of %s", "averaged weights" if trained.averaged else "weights", folder)
+
+
+# -- as initial weights ----------------------------------------------------------------------------------
+
+
+def start_from(config: Config, parameters: Parameters, grid: Grid) -> None:
+    """Fill a new run's weights from `checkpoint.initial_load_path`. Raises ConfigError if they do not fit.
+
+    grid: that of this run's data.
+    """
+    checkpoint = find_checkpoint(KEY, config.checkpoint.initial_load_path)
+    identity = Identity.of(checkpoint.folder)
+    identity.check_model(config, f"{KEY} needs the [model] of that run")
+    with checkpoint.lock:
+        load_initial_weights(identity, parameters, Channels.of(config.data, config.model.noise_dim), grid)
+
+
+def load_initial_weights(identity: Identity, parameters: Parameters, new: Channels, grid: Grid) -> None:
+    """Fill the parameters from a checkpoint; log which of them keep their initial weights.
+
+    new, grid: the channels and the grid of this run. Raises Damaged, ConfigError if the checkpoint has none
+    of this model's weights, or frozen ones would keep their random values, DataError for other shapes.
+    """
+    folder, theirs = identity.folder, identity.values
+    stored = stored_tensors(folder)
+    section = "ema" if any(name.startswith("ema.") for name in stored) else "model"
+    shapes = {n: stored[f"{section}.{n}"].size for n in parameters if f"{section}.{n}" in stored}
+    old = Channels.of(Data(**theirs["data"]), theirs["model"]["noise_dim"])
+
+    # -- positions of another grid are interpolated, unless it has its edges elsewhere
+    before, patch = identity.grid or grid, tuple(theirs["model"]["patch_size"])
+    moves = POSITION in shapes and not before.same_as(grid)
+    for axis in ("latitude", "longitude") if moves else ():
+        ours, others = getattr(grid, axis), getattr(before, axis)
+        spacing = max(abs(ours[1] - ours[0]), abs(others[1] - others[0]))
+        if np.abs(ours[[0, -1]] - others[[0, -1]]).max() > spacing:
+            shapes.pop(POSITION, None)
+            moves = False
+
+    # -- what fits is read into place, the rest into tensors of its own
+    changed = [name for name in shapes if name in CHANNELS or (moves and name == POSITION)]
+    tensors = {name: plain_weight(parameters[name].detach()) for name in shapes}
+    tensors |= {name: torch.empty(shapes[name]) for name in changed}
+
+    def read() -> None:
+        if not shapes:
+            refuse(KEY, str(folder), "has none of this model's weights; take the model of that run")
+        for name in [name for name, parameter in parameters.items() if not parameter.requires_grad]:
+            if name not in shapes:
+                reason = f"has no {name}, which would keep its random values; take the [model] of that run"
+                refuse(KEY, str(folder), reason)
+            kind = CHANNELS[name][1] if name in CHANNELS else ""
+            known, wanted = (getattr(channels, kind, ()) for channels in (old, new))
+            if fresh := [channel for channel in wanted if channel not in known]:
+                reason = f"has no {fresh[0]}, which {name} has to learn"
+                refuse(KEY, str(folder), f'{reason}; add "{name.partition(".")[0]}" to lora.also_train')
+        read_tensors(folder, {f"{section}.{name}": tensor for name, tensor in tensors.items()})
+
+    on_all_ranks(read)
+    for name in changed:
+        parameter, value = parameters[name].detach(), tensors[name]
+        if name == POSITION:
+            rows, columns = token_grid(grid.shape, patch)
+            field = value.unflatten(0, token_grid(before.shape, patch)).permute(2, 0, 1)[None]  # (1, D, h, w)
+            copies = 3 if grid.periodic else 1  # side by side, so that the edges have neighbours
+            field = F.interpolate(field.tile(copies), (rows, copies * columns), mode="bilinear")
+            field = field[..., copies // 2 * columns :][..., :columns]
+            value = field[0].flatten(1).T  # (T, D)
+            logger.info(f"{POSITION}: interpolated from {len(tensors[name])} tokens to {len(value)}")
+        else:
+            # The full parameter, with the stored slices of all channels that the checkpoint has.
+            dim, kind = CHANNELS[name]
+            there, here = getattr(old, kind), getattr(new, kind)
+            size = value.shape[dim] // len(there)  # numbers of a channel: those of a patch
+            full = (parameter.full_tensor() if isinstance(parameter, DTensor) else parameter).cpu().clone()
+            for index, channel in enumerate(here):
+                if channel in there:
+                    slices = value.narrow(dim, there.index(channel) * size, size)
+                    full.narrow(dim, index * size, size).copy_(slices)
+            value = full
+        copy_part(parameter, value)
+
+    # -- the log
+    logger.info("started from %s of %s", "averaged weights" if section == "ema" else "weights", folder)
+    missing = sorted(name for name in parameters.keys() - shapes.keys() if not name.endswith(ADAPTERS))
+    lists = {
+        "new channels, initialised": [name for name in new.inputs if name not in old.inputs],
+        "channels that are no longer used": [name for name in old.inputs if name not in new.inputs],
+        "weights missing there, or of another area, initialised": missing,
+    }
+    for title, names in lists.items():
+        if names:
+            logger.info("%s: %s", title, ", ".join(names))
