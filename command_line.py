@@ -25,7 +25,6 @@ import tomli_w
 from config import DEFAULT_CONFIG, MOST, PATHS, PROJECT, SECTIONS, Config, Range, for_a_file, in_project
 from errors import (
     ConfigError,
-    end_when_interrupted,
     format_value,
     nearest,
     one_line_errors,
@@ -396,7 +395,6 @@ def answer_early(
     doc: str | None, check: Callable[[Config], None] | None, own: argparse.ArgumentParser | None = None
 ) -> None:
     """Answer help and bad input before an entry point imports torch, which takes seconds."""
-    end_when_interrupted()
     with one_line_errors():
         start(split_options(sys.argv[1:], own or own_options())[1], doc, check)
     gc.disable()  # until `start` in main: imports create millions of objects and no garbage

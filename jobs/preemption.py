@@ -6,9 +6,11 @@ largest of their requests: the exchange starts at one step boundary and ends at 
 waits for it.
 """
 
+import logging
 import os
 import re
 import signal
+import threading
 import time
 from collections import deque
 from types import FrameType
@@ -23,15 +25,15 @@ from errors import (
     EXIT_SAVED,
     FAILED,
     INTERRUPTED,
-    INTERRUPTED_AGAIN,
     attempt_folder,
-    handle_stop_signals,
-    print_message,
     refuse,
-    signal_before_first_step,
 )
 from jobs.heartbeat import activity
+from jobs.signals import describe_early_end, handle_stop_signals, is_of_torchelastic
+from jobs.watchdog import AFTER_LOSS_SECONDS, Watchdog
 
+logger = logging.getLogger(__name__)
+INTERRUPTED_AGAIN = "interrupted again: ended without a save"
 WALL_TIME = 1000  # in the place of a signal's number
 RANKS = 2**32  # a reason and a rank in one number: reason x RANKS + rank
 LARGEST_MARGIN_SECONDS = 60.0  # between the end of the save and the end of the time
@@ -54,7 +56,7 @@ def step_clock() -> float:
 class Agreement:
     """Context around the loop, which calls `decide` at each step boundary, on all ranks together."""
 
-    def __init__(self, max_wall_time: str, group: dist.ProcessGroup, watchdog: Any) -> None:
+    def __init__(self, max_wall_time: str, group: dist.ProcessGroup, watchdog: Watchdog) -> None:
         """Handle signals from now on. Outside the loop they end the run through `watchdog.end`.
 
         max_wall_time: "hours:minutes:seconds" from ROSSBY_STARTED on; group: all ranks, for this object alone
@@ -79,17 +81,28 @@ class Agreement:
             (folder / ENDED).touch()  # the launcher does not kill what ends by itself
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        """Called by the watchdog's thread, or without one by Python in the main thread."""
+        if self.watchdog.thread.is_alive() and threading.current_thread() is not self.watchdog.thread:
+            return
         if number == signal.SIGINT and self.request:
-            print_message(INTERRUPTED_AGAIN)
-            os._exit(INTERRUPTED)
-        self.request = self.request or number * RANKS + self.rank
+            self.watchdog.end(INTERRUPTED_AGAIN, INTERRUPTED)
+        is_new, self.request = not self.request, self.request or number * RANKS + self.rank
         self.watchdog.is_asked_to_stop = True
         if not self.is_waiting:
-            self._end()
+            self._end(is_of_torchelastic(number))
+        elif is_new:
+            logger.info(f"{signal.Signals(number).name} in step {activity.step}: the run saves and ends")
 
-    def _end(self) -> None:
-        message, code = self.ending or signal_before_first_step(self.request // RANKS)
-        self.watchdog.end(f"{self._reason(self.request)}: {message}", code)
+    def _end(self, is_of_torchelastic: bool = False) -> None:
+        """End the run. If another rank has failed, the watchdog names it first."""
+        message, code = self.ending or describe_early_end(self.request // RANKS)
+        if self.ending:
+            message = f"{self._reason(self.request)}: {message}"
+        if is_of_torchelastic and self.watchdog.thread.is_alive():
+            self.watchdog.lost = True
+            self.watchdog.end_later = time.monotonic() + 2 * AFTER_LOSS_SECONDS, message, code
+        else:
+            self.watchdog.end(message, code)
 
     def __enter__(self) -> "Agreement":
         self.is_waiting, self.boundary = True, step_clock()

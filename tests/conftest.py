@@ -3,6 +3,7 @@
 import os
 import shutil
 import signal
+import sys
 import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -18,6 +19,7 @@ import torch
 import torch.distributed as dist
 import xarray as xr
 
+import errors
 from datasets.archive import Archive, open_archive
 from datasets.convert import read_attributes
 from errors import STOP_SIGNALS
@@ -84,9 +86,16 @@ def start_job() -> Iterator[Callable[..., Job]]:
 
 
 @pytest.fixture(autouse=True)
+def programs_end_by_an_exception(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those that a test calls in its own process."""
+    monkeypatch.setattr(errors, "exit_now", sys.exit)
+
+
+@pytest.fixture(autouse=True)
 def no_group_is_left() -> Iterator[None]:
     """A run inside a test would leave its process group and its signal handlers to the next test."""
     yield
+    signal.set_wakeup_fd(-1)
     for number, handler in HANDLERS.items():
         signal.signal(number, handler)
     if dist.is_initialized():
