@@ -31,7 +31,8 @@ SECRET_OPTION = re.compile(
 )
 FAILED, BAD_INPUT, INTERRUPTED = 1, 2, 130  # exit codes
 EXIT_SAVED = 75  # saved, to be started again: EX_TEMPFAIL of sysexits.h
-# An inherited SIG_IGN is respected: nohup's of SIGHUP, a shell's of SIGINT for what it runs in the background.
+# An inherited SIG_IGN is respected: nohup's of SIGHUP, a shell's of SIGINT for what it runs in the
+# background.
 STOP_SIGNALS = [
     number
     for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP)

@@ -134,10 +134,12 @@ def run_ranks(argv: list[str]) -> int:
             codes |= {EXIT_SAVED for code in codes if -code in STOP_SIGNALS}
         if known := [code for code in (BAD_INPUT, INTERRUPTED, EXIT_SAVED) if code in codes]:
             return known[0]
-        by = first.signal_name() if first.exitcode < 0 else f"exit code {first.exitcode}"
-        reason = f"rank {rank} (pid {first.pid}) was {'killed' if first.exitcode < 0 else 'ended'} by {by}"
-        # Only a detail if a rank has already reported that this one has ended.
-        print(f"  {reason}", file=sys.stderr) if attempts(REPORTED) else print_message(reason)
+        name, is_killed = f"rank {rank} (pid {first.pid})", first.exitcode < 0
+        if not attempts(REPORTED):
+            how = f"was killed by {first.signal_name()}" if is_killed else f"ended with {first.exitcode}"
+            print_message(f"{name} {how}")
+        elif is_killed:  # a detail: a rank has already reported that this one has ended
+            print(f"  {name} was killed by {first.signal_name()}", file=sys.stderr)
         return FAILED
     except (DistError, OSError) as error:
         reason = f"{type(error).__name__}: {str(error).splitlines()[0]}"

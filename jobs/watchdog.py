@@ -286,9 +286,9 @@ class Watchdog:
         # Without a launcher the store is this process or rank 0's, which waits until all have the reason.
         if self.store and not self.has_launcher:
             with suppress(dist.DistError):
-                number, deadline = (
-                    self.store.add("left", int(self.rank > 0)),
+                deadline, number = (
                     time.monotonic() + LINGER_SECONDS,
+                    self.store.add("left", int(self.rank > 0)),
                 )
                 while self.rank == 0 and number < self.world_size - 1 and time.monotonic() < deadline:
                     time.sleep(0.1)

@@ -28,6 +28,7 @@ from tests.distributed import Ranks
 from tests.sample_archives import analyses, weatherbench
 from tests.started_jobs import ROOT, Job
 
+signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored by what runs in the background
 HANDLERS = {number: signal.getsignal(number) for number in STOP_SIGNALS}
 
 
