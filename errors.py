@@ -134,9 +134,9 @@ def attempt_folder() -> Path | None:
 
 def is_reporting_rank() -> bool:
     """Return True on the first rank of a host that asks, before it reports what others may report, too."""
-    if "RANK" not in os.environ:
+    if not {"RANK", "MASTER_PORT"} <= set(os.environ):
         return True
-    name = f"rossby-{os.getuid()}-{os.getppid()}-{os.environ.get('MASTER_PORT')}"  # of srun's tasks
+    name = f"rossby-{os.getuid()}-{os.getppid()}-{os.environ['MASTER_PORT']}"  # of srun's tasks
     folder = attempt_folder()
     marker = folder / REPORTED if folder else Path(tempfile.gettempdir(), name)
     try:

@@ -14,6 +14,7 @@
 # Exit codes: 0 done, 1 failed, 2 bad input, 75 to be started again: a signal or the time ended it, after a save if it had
 #   taken a step, 130 interrupted before the first step, or twice.
 set -euo pipefail
+pwd -P >/dev/null 2>&1 || { echo "rossby: the current folder was removed; change to one that is there" >&2 && exit 2; }
 leave() { # at a signal before there are ranks
     [[ -z "${checks:-}" ]] || { kill -KILL "$checks" 2>/dev/null && wait "$checks" 2>/dev/null || true; }
     echo "rossby: $1: before the first step, with nothing to save (code $2)" >&2
