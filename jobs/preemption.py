@@ -100,7 +100,7 @@ class Agreement:
             message = f"{self._reason(self.request)}: {message}"
         if is_of_torchelastic and self.watchdog.thread.is_alive():
             self.watchdog.lost = True
-            self.watchdog.end_later = time.monotonic() + 2 * AFTER_LOSS_SECONDS, message, code
+            self.watchdog.end_later = time.monotonic() + AFTER_LOSS_SECONDS + 2.0, message, code
         else:
             self.watchdog.end(message, code)
 

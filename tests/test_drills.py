@@ -78,6 +78,17 @@ def test_a_full_disk(tmp_path, small):  # noqa: F811
     assert not any("RuntimeError" in line for line in said), said
 
 
+@pytest.mark.parametrize(("name", "code"), [("SIGKILL", 1), ("SIGTERM", 75), ("SIGSTOP", 1)])
+def test_rank_0_ends_in_the_last_plots(tmp_path, name, code):
+    """Rank 1, which waits for it in a barrier, was named, with a traceback."""
+    seconds = "30" if code == 75 else "8"
+    limits = ["--comm.timeout_seconds", seconds, "--comm.train_timeout_seconds", seconds]
+    ended, said = drill(tmp_path, name, "--training.steps", "2", *limits)
+    lines = [line for line in said if line.startswith("rossby:")]
+    assert ended == code and len(lines) == 1 and not any("Traceback" in line for line in said), said
+    assert lines[0].startswith("rossby: SIGTERM on rank 0" if code == 75 else "rossby: rank 0 ("), said
+
+
 # -- what the diagnoses are made of
 
 

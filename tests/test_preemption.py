@@ -170,6 +170,8 @@ def test_a_second_ctrl_c_ends_all_ranks_at_once(start_job, tmp_path):
     time.sleep(1)
     assert not [pid for pid in ranks.values() if is_running(pid)]
     assert not complete_steps(run / "checkpoints")
+    status = json.loads((run / "status.json").read_text())
+    assert status["exit_code"] == 130 and "interrupted again" in status["message"]
 
 
 @pytest.mark.slow

@@ -90,8 +90,8 @@ def check(config: Config) -> None:
 
 
 def check_loss(config: Config) -> None:
-    """Check weights of variables, settings that the loss does not use, and that members, noise and an ensemble
-    loss are all set, or none of them.
+    """Check weights of variables, settings that the loss does not use, and that members, noise and an
+    ensemble loss are all set, or none of them.
     """
     training, weights = config.training, list(config.training.variable_weights)
     predicted, key = Channels.of(config.data).predicted, "training.variable_weights"
