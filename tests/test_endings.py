@@ -70,7 +70,7 @@ with one_line_errors():
 
 
 def test_a_signal_is_said_at_once(one_rank, tmp_path, caplog):
-    """While the main thread is in C code, such as a collective or a save; nothing was said for half a minute."""
+    """While the main thread is in C code, a collective or a save; nothing was said for half a minute."""
     caplog.set_level(logging.INFO)
     with Watchdog(tmp_path, Comm()) as watchdog:
         with Agreement("", cpu_group(), watchdog) as agreement:
