@@ -90,7 +90,7 @@ def find_stalled_ranks(ranks: Sequence[Heartbeat], silence: float) -> tuple[list
         return None
     reason = f"no progress for {max(rank.seconds for rank in late):.0f} s (limit {late[0].limit:.0f} s)"
     if not busy and len(ranks) > 1:
-        reason += "; every rank waits for others, so they call different collectives (torchfrtrace)"
+        reason += "; every rank waits for others, so they call different collectives: compare their stacks"
     return late, reason
 
 
@@ -310,16 +310,14 @@ class Watchdog:
         return is_reporting_rank()
 
     def _write_stacks(self) -> None:
-        """Write the stacks of all threads, and what torch's flight recorders have, for torchfrtrace."""
+        """Write the stacks of all threads, and what NCCL's flight recorder has, for torchfrtrace."""
         c10d, folder = importlib.import_module("torch._C._distributed_c10d"), self.folder / "hang"
-        recorders = {"gloo": "_dump_fr_trace", "nccl": "_dump_nccl_trace"}  # the latter in builds for CUDA
         try:
             folder.mkdir(parents=True, exist_ok=True)
             with (folder / f"rank-{self.rank}.txt").open("w") as file:
                 faulthandler.dump_traceback(file, all_threads=True)
-            for backend, name in recorders.items():
-                if dump := getattr(c10d, name, None):
-                    (folder / f"{backend}_{self.rank}").write_bytes(dump())
+            if dump := getattr(c10d, "_dump_nccl_trace", None):  # in builds for CUDA
+                (folder / f"nccl_{self.rank}").write_bytes(dump())
         except OSError as error:
             print_message(f"{self.folder}: no stacks written: {error}")
 
