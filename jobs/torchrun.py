@@ -52,7 +52,8 @@ JOIN_SECONDS = 900  # longest time that the nodes of a job wait for each other
 class Node(StaticTCPRendezvous):
     """Static rendezvous; its store listens at the endpoint alone, and no rank restarts after a signal."""
 
-    stopping, have_met, attempt, log_folder = False, False, -1, Path()
+    stopping, have_met, attempt = False, False, -1
+    log_folder = Path("/nonexistent")  # of this launcher's ranks, set by main
 
     def __init__(self, given: RendezvousParameters) -> None:
         host, _, port = given.endpoint.rpartition(":")
@@ -67,9 +68,8 @@ class Node(StaticTCPRendezvous):
             raise SystemExit(EXIT_SAVED)
         Node.attempt += 1
         if self.attempt:
-            print_message(
-                f"restart {self.attempt}: a rank has failed, all start again from the last checkpoint"
-            )
+            reason = "a rank has failed, all start again from the last checkpoint"
+            print_message(f"restart {self.attempt}: {reason}")
         elif self.rank == 0:
             listener = socket.create_server((self.master_addr, self.master_port), backlog=2048)
             self.master_port = listener.getsockname()[1]
@@ -151,6 +151,7 @@ def run_ranks(argv: list[str]) -> int:
 
 
 def main() -> None:
+    Node.log_folder = Path(mkdtemp(prefix="rossby-"))
     numbers = signal_socket()
     handle_stop_signals(lambda *_: None)
     threading.Thread(target=forward_signals, args=(numbers,), daemon=True).start()
@@ -158,7 +159,6 @@ def main() -> None:
     signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
     logging.getLogger("torch.distributed").setLevel(logging.CRITICAL)  # what ranks report is enough
     rendezvous_handler_registry.register(BACKEND, Node)
-    Node.log_folder = Path(mkdtemp(prefix="rossby-"))
     with one_line_errors():
         try:
             code = run_ranks([f"--log-dir={Node.log_folder}", *sys.argv[1:]])

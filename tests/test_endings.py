@@ -93,7 +93,7 @@ with Watchdog(Path(sys.argv[1]), Comm()) as watchdog:
     start_ranks(60, "gloo")
     time.sleep(3)
     if rank < 2:
-        time.sleep(0.3 * (1 - rank))
+        time.sleep(0.05 * (1 - rank))
         watchdog.end("ended on purpose", 75)
     time.sleep(60)
 """
