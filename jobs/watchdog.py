@@ -218,8 +218,10 @@ class Watchdog:
                 silent = time.monotonic() - self.contact
                 if silent > self.silence(self.lost or closed):
                     where = f"rank 0's host, {os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
-                    reason = f"no answer from {where} for {silent:.0f} s: link or host down, or it has ended"
-                    self.end(format_report([self.heartbeat()], reason))
+                    reason = f"for {silent:.0f} s: link or host down, or rank 0 has ended"
+                    self.end(
+                        f"no answer from {where}, {reason}; rank {self.rank} ends in step {activity.step}"
+                    )
             if self.end_later and time.monotonic() > self.end_later[0]:
                 self.end(*self.end_later[1:])
             if select.select([self.signals], [], [], INTERVAL)[0]:

@@ -4,6 +4,7 @@ import hashlib
 import json
 import logging
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -19,7 +20,7 @@ from jobs.heartbeat import activity
 from jobs.preemption import Agreement
 from jobs.watchdog import Watchdog
 from parallelisms.mesh import cpu_group
-from tests.started_jobs import ROOT, write_config
+from tests.started_jobs import ROOT, run_options, write_config
 from tests.test_launch import TORCHRUN, launch
 
 EARLY = "rossby: SIGINT: before the first step, with nothing to save (code 130)"
@@ -85,6 +86,7 @@ def test_a_signal_is_said_at_once(one_rank, tmp_path, caplog):
 
 RANK = """
 from pathlib import Path
+from typing import Any
 from config import Comm
 from jobs.watchdog import Watchdog
 from parallelisms.mesh import start_ranks
@@ -99,22 +101,42 @@ with Watchdog(Path(sys.argv[1]), Comm()) as watchdog:
 """
 
 
+def run_tasks(number: int, *words: str) -> list[tuple[int, list[str]]]:
+    """Return exit codes and lines of ranks that are started as srun starts them."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        task: dict[str, Any] = {"MASTER_PORT": listener.getsockname()[1], "MASTER_ADDR": "127.0.0.1"}
+    task |= {"WORLD_SIZE": number, "LOCAL_WORLD_SIZE": number, "PYTHONPATH": ROOT}
+    task |= {"OMP_NUM_THREADS": 1, "TORCH_CPP_LOG_LEVEL": "FATAL"}
+    ranks = []
+    for rank in range(number):
+        more = {key: str(value) for key, value in (task | {"RANK": rank, "LOCAL_RANK": rank}).items()}
+        how: dict[str, Any] = {
+            "cwd": ROOT,
+            "stdout": subprocess.DEVNULL,
+            "stderr": subprocess.PIPE,
+            "text": True,
+        }
+        ranks.append(subprocess.Popen([sys.executable, *words], env=os.environ | more, **how))
+    said = [rank.communicate(timeout=120)[1].splitlines() for rank in ranks]
+    return [(rank.returncode, lines) for rank, lines in zip(ranks, said, strict=True)]
+
+
 def test_all_ranks_get_the_reason_without_a_launcher(tmp_path):
     """Rank 0, which ended a moment after rank 1, took the store away: the third ended with 1."""
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        port = listener.getsockname()[1]
-    ranks = []
-    for rank in range(3):
-        task = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 3, "LOCAL_WORLD_SIZE": 3, "MASTER_PORT": port}
-        task |= {"MASTER_ADDR": "127.0.0.1", "OMP_NUM_THREADS": 1, "TORCH_CPP_LOG_LEVEL": "FATAL"}
-        environment = (
-            os.environ | {key: str(value) for key, value in task.items()} | {"PYTHONPATH": str(ROOT)}
-        )
-        command = [sys.executable, "-c", f"import os, sys, time\n{RANK}", str(tmp_path)]
-        ranks.append(subprocess.Popen(command, cwd=ROOT, env=environment, stderr=subprocess.PIPE, text=True))
-    said = [rank.communicate(timeout=90)[1] for rank in ranks]
-    assert [rank.returncode for rank in ranks] == [75, 75, 75], said
-    assert sorted(said) == ["", "", "rossby: ended on purpose\n"]
+    ended = run_tasks(3, "-c", f"import os, sys, time\n{RANK}", str(tmp_path))
+    assert [code for code, _ in ended] == [75, 75, 75], ended
+    assert sum((lines for _, lines in ended), []) == ["rossby: ended on purpose"]
+
+
+@pytest.mark.parametrize(("name", "codes"), [("SIGKILL", [-9, 1]), ("SIGTERM", [75, 75])])
+def test_rank_0_ends_in_the_last_plots_without_a_launcher(tmp_path, name, codes):
+    """A traceback of rank 1, which waited in a barrier, and rank 1 was named."""
+    options = run_options(write_config(tmp_path), tmp_path / "run", "--training.steps", "2")
+    ended = run_tasks(2, "tests/drilled_rank.py", name, *options)
+    assert [code for code, _ in ended] == codes, ended
+    lines = [line for _, lines in ended for line in lines if not re.match(r"[\d:]{8}  |rank +\d+: ", line)]
+    assert len(lines) == 1, lines
+    assert "no answer from rank 0's host" in lines[0] if codes[1] == 1 else "SIGTERM on rank 0" in lines[0]
 
 
 def test_a_rank_that_ends_without_a_word_is_named(tmp_path):
