@@ -144,7 +144,8 @@ class Watchdog:
         """Let ranks end from now on. Called after the last barrier."""
         self.stopped.set()
         if self.thread.is_alive():
-            os.write(signal.set_wakeup_fd(-1), b"\0")  # which wakes the thread
+            if (waker := signal.set_wakeup_fd(-1)) >= 0:
+                os.write(waker, b"\0")
             self.thread.join(timeout=2 * STORE_SECONDS)
 
     def begin(self, step: int) -> None:

@@ -29,6 +29,7 @@ from tests.sample_archives import analyses, weatherbench
 from tests.started_jobs import ROOT, Job
 
 signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored by what runs in the background
+errors.exit_now = sys.exit  # programs that a test calls in its own process
 HANDLERS = {number: signal.getsignal(number) for number in STOP_SIGNALS}
 
 
@@ -84,12 +85,6 @@ def start_job() -> Iterator[Callable[..., Job]]:
     yield start
     for job in jobs:
         job.kill_all()
-
-
-@pytest.fixture(autouse=True)
-def programs_end_by_an_exception(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those that a test calls in its own process."""
-    monkeypatch.setattr(errors, "exit_now", sys.exit)
 
 
 @pytest.fixture(autouse=True)

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 import train
+from jobs.signals import end_at_signals
 
 STEP = 7  # in which it happens; memory runs out in the first, which takes what later ones have already
 MEMORY = 64 * 2**20  # bytes more than before the first step
@@ -59,6 +60,7 @@ FAULTS: dict[str, Callable[[Any], None]] = {
 
 
 def main() -> None:
+    end_at_signals(trains=True)
     fault = sys.argv.pop(1)
     if fault.startswith("SIG"):
         end_in_last_plots(signal.Signals[fault])
