@@ -81,7 +81,7 @@ def test_a_signal_is_said_at_once(one_rank, tmp_path, caplog):
             hashlib.pbkdf2_hmac("sha256", b"a", b"b", 6_000_000)  # seconds, without the interpreter's lock
             ended = time.time()
             assert agreement.decide() == "SIGTERM on rank 0"
-    (said,) = [record for record in caplog.records if "SIGTERM in step 7" in record.getMessage()]
+    (said,) = [record for record in caplog.records if "SIGTERM on rank 0 in step 7" in record.getMessage()]
     assert said.created < ended - 0.5
 
 
