@@ -15,7 +15,7 @@ import re
 import sys
 import textwrap
 from collections.abc import Callable, Iterable
-from datetime import date, time
+from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, Any, Literal, NoReturn, get_args, get_origin
 
@@ -25,11 +25,10 @@ import tomli_w
 from config import DEFAULT_CONFIG, MOST, PATHS, PROJECT, SECTIONS, Config, Range, for_a_file, in_project
 from errors import (
     ConfigError,
-    end_when_interrupted,
     format_value,
     nearest,
     one_line_errors,
-    refuse,
+    require,
     without_secrets,
 )
 
@@ -51,107 +50,91 @@ def parse_command_line(argv: list[str], schema: Schema) -> Values:
         name, has_value, text = token.removeprefix("--").partition("=")
         section, dot, key = name.partition(".")
         if not token.startswith("--") or not dot:
-            raise ConfigError(f"{token}: not an option; {_nearest_option(token, schema)}")
-        spec = _field(schema, section, key, where="the command line")
+            # Perhaps a key without its section or without dashes.
+            word = token.lstrip("-").partition("=")[0]
+            options = {
+                f"{s}.{field.name}": field.name for s in schema for field in dataclasses.fields(schema[s])
+            }
+            close = [option for option, known in options.items() if known == word]
+            close = close or difflib.get_close_matches(word, options, 1, cutoff=0.8)
+            hint = "options are --section.key value, such as --job.config_file run.toml (see --help)"
+            hint = f"did you mean --{close[0]}?" if close else hint
+            raise ConfigError(f"{token}: not an option; {hint}")
+        kind = _field(schema, section, key, where="the command line").type
         if not has_value:
             is_bare = not tokens or tokens[0].startswith("--")
-            if is_bare and spec.type is not bool:
-                raise ConfigError(f"--{name}: a value is missing ({type_name(spec.type)} expected)")
+            if is_bare and kind is not bool:
+                raise ConfigError(f"--{name}: a value is missing ({type_name(kind)} expected)")
             text = "true" if is_bare else tokens.pop(0)
-        values.setdefault(section, {})[key] = _convert(name, _from_text(text, spec.type), spec.type)
+        # The value as TOML would give it; strings need no quotes on the command line.
+        base, value = _unwrap(kind)[0], text
+        if base is bool:
+            value = {"true": True, "false": False}.get(text.lower(), text)
+        elif base is not str and get_origin(base) is not Literal:
+            with suppress(ValueError, RecursionError):
+                parsed = tomli.loads(f"value = {text}")
+                value = parsed["value"] if len(parsed) == 1 else text  # several lines could set further keys
+        values.setdefault(section, {})[key] = _convert(name, value, kind)
     return values
 
 
-def _nearest_option(token: str, schema: Schema) -> str:
-    """Return a hint for a word that is not an option: a key without its section or without dashes."""
-    name = token.lstrip("-").partition("=")[0]
-    options = {
-        f"{section}.{f.name}": f.name for section in schema for f in dataclasses.fields(schema[section])
-    }
-    same = [option for option, key in options.items() if key == name]
-    close = same or difflib.get_close_matches(name, options, 1, cutoff=0.8)
-    general = "options are --section.key value, such as --job.config_file run.toml (see --help)"
-    return f"did you mean --{close[0]}?" if close else general
-
-
 def read_toml(
-    path: str | Path, schema: Schema, named_by: str = "job.config_file", seen: tuple[str, ...] = ()
+    name: str | Path, schema: Schema, named_by: str = "job.config_file", seen: tuple[str, ...] = ()
 ) -> Values:
-    """Return the checked values of a TOML file, merged over those of the file that it `extends`."""
-    if not str(path):
+    """Return the checked values of a TOML file, merged over those of the file that it `extends`.
+
+    named_by: the key that names the file; seen: the files that have led to it. Raises ConfigError.
+    """
+    if not str(name):
         raise ConfigError(f"{named_by} = '': the name of a TOML file expected")
-    path = Path(path)
-    raw = _parse_toml(path, named_by)
-    real = os.path.realpath(path)
-    if real in seen:
-        chain = " -> ".join(os.path.basename(name) for name in (*seen, real))
-        raise ConfigError(f"{named_by} = {path}: a circle of extends: {chain}; remove one of them")
-    base = raw.pop("extends", None)
-    if base is not None and not isinstance(base, str):
-        raise ConfigError(f"{path}: extends = {format_value(base)}: the name of one TOML file expected")
-    values = _check_values(raw, schema, where=str(path))
-    if base is None:
-        return values
-    adjacent, ours = path.parent / base, PROJECT / base  # next to the file, or in the project
-    base_path = (ours if ours.exists() and not adjacent.exists() else adjacent) if base else ""
-    return merge(read_toml(base_path, schema, f"{path}: extends", (*seen, real)), values)
-
-
-def _is_endless(path: Path) -> bool:
-    """Return True for a device or a pipe, which may never end; not for a shell's <(...), which ends."""
+    path, name = Path(name), f"{named_by} = {name}"
+    # Devices and pipes may never end; what a shell writes as <(...) does.
     piped = str(path).startswith(("/dev/fd/", "/dev/stdin", "/proc/self/fd/"))
-    return path.exists() and not (path.is_file() or path.is_dir() or piped)
-
-
-def _parse_toml(path: Path, named_by: str) -> dict[str, Any]:
     try:
-        if _is_endless(path):
-            raise ConfigError(f"{named_by} = {path}: a device or a pipe; a TOML file expected")
+        if path.exists() and not (path.is_file() or path.is_dir() or piped):
+            raise ConfigError(f"{name}: a device or a pipe; a TOML file expected")
         text = path.read_text(encoding="utf-8-sig")
     except ConfigError:
         raise  # a ValueError too
     except UnicodeDecodeError:
-        raise ConfigError(f"{named_by} = {path}: not a text file; a TOML configuration expected") from None
+        raise ConfigError(f"{name}: not a text file; a TOML configuration expected") from None
     except (OSError, ValueError) as error:  # ValueError: a name with a null byte
         near = difflib.get_close_matches(path.name, [p.name for p in path.parent.glob("*.toml")], 1)
-        meant = path.parent / near[0] if near else PROJECT / path
-        hint = f"; did you mean {meant}?" if near or _is_file(meant) else ""
-        reason = getattr(error, "strerror", None) or error
-        raise ConfigError(f"{named_by} = {path}: {reason}{hint}") from None
+        candidates, hint = [path.parent / near[0]] if near else [PROJECT / path], ""
+        with suppress(OSError, ValueError):  # a name too long, or with a null byte
+            hint = "".join(f"; did you mean {path}?" for path in candidates if path.is_file())
+        raise ConfigError(f"{name}: {getattr(error, 'strerror', None) or error}{hint}") from None
     if not text.strip():
-        raise ConfigError(f"{named_by} = {path}: the file is empty; a TOML configuration expected")
+        raise ConfigError(f"{name}: the file is empty; a TOML configuration expected")
     try:
-        return tomli.loads(text)
+        raw = tomli.loads(text)
     except (ValueError, RecursionError) as error:  # all that tomli raises; endless digits, endless brackets
-        raise ConfigError(f"{named_by} = {path}: not TOML: {error}") from None
-
-
-def _is_file(path: Path) -> bool:
-    try:
-        return path.is_file()
-    except (OSError, ValueError):  # a name too long, or with a null byte
-        return False
-
-
-def _check_values(raw: dict[str, Any], schema: Schema, where: str) -> Values:
+        raise ConfigError(f"{name}: not TOML: {error}") from None
+    real, extended = os.path.realpath(path), raw.pop("extends", None)
+    if real in seen:
+        chain = " -> ".join(os.path.basename(name) for name in (*seen, real))
+        raise ConfigError(f"{name}: a circle of extends: {chain}; remove one of them")
+    if extended is not None and not isinstance(extended, str):
+        raise ConfigError(f"{path}: extends = {format_value(extended)}: the name of one TOML file expected")
     values: Values = {}
     for section, keys in raw.items():
         if not isinstance(keys, dict):
-            raise ConfigError(f"{section} = {format_value(keys)}: {_outside_section(section, schema, where)}")
-        _section(schema, section, where)
-        values[section] = {}
-        for key, value in keys.items():
-            spec = _field(schema, section, key, where)
-            values[section][key] = _convert(f"{section}.{key}", value, spec.type)
-    return values
-
-
-def _outside_section(name: str, schema: Schema, where: str) -> str:
-    if name in schema:
-        return f"a section in {where} is a table; write [{name}] and its keys below"
-    homes = [section for section in schema if name in _section(schema, section, where)]
-    hint = f"write it below [{homes[0]}]" if homes else nearest(name, schema)
-    return f"is outside any section in {where}; {hint}"
+            homes = [known for known in schema if section in _section(schema, known, str(path))]
+            hint = f"write it below [{homes[0]}]" if homes else nearest(section, schema)
+            reason = f"is outside any section in {path}; {hint}"
+            if section in schema:
+                reason = f"a section in {path} is a table; write [{section}] and its keys below"
+            raise ConfigError(f"{section} = {format_value(keys)}: {reason}")
+        _section(schema, section, str(path))
+        values[section] = {
+            key: _convert(f"{section}.{key}", value, _field(schema, section, key, str(path)).type)
+            for key, value in keys.items()
+        }
+    if extended is None:
+        return values
+    adjacent, ours = path.parent / extended, PROJECT / extended  # next to the file, or in the project
+    base = (ours if ours.exists() and not adjacent.exists() else adjacent) if extended else ""
+    return merge(read_toml(base, schema, f"{path}: extends", (*seen, real)), values)
 
 
 def merge(base: Values, over: Values) -> Values:
@@ -161,7 +144,7 @@ def merge(base: Values, over: Values) -> Values:
 def _section(schema: Schema, section: str, where: str) -> dict[str, dataclasses.Field]:
     if section not in schema:
         raise ConfigError(f"{section}: unknown section in {where}; {nearest(section, schema)}")
-    return {f.name: f for f in dataclasses.fields(schema[section])}
+    return {field.name: field for field in dataclasses.fields(schema[section])}
 
 
 def _field(schema: Schema, section: str, key: str, where: str) -> dataclasses.Field:
@@ -173,40 +156,34 @@ def _field(schema: Schema, section: str, key: str, where: str) -> dataclasses.Fi
     return fields[key]
 
 
-def _from_text(text: str, kind: Any) -> Any:
-    """Return a command-line value as TOML would give it; strings need no quotes on the command line."""
-    base, _ = _unwrap(kind)
-    if base is str or get_origin(base) is Literal:
-        return text
-    if base is bool:
-        return {"true": True, "false": False}.get(text.lower(), text)
-    try:
-        parsed = tomli.loads(f"value = {text}")
-    except (ValueError, RecursionError):
-        return text
-    return parsed["value"] if len(parsed) == 1 else text  # text of several lines could set further values
-
-
 def _convert(name: str, value: Any, kind: Any) -> Any:
+    """Return a value of TOML as one of the type of its field. Raises ConfigError."""
     base, bounds = _unwrap(kind)
-    if get_origin(base) is tuple:
-        return _convert_list(name, value, get_args(base))
     if get_origin(base) is Literal:
-        if value not in get_args(base):
-            raise ConfigError(f"{name} = {format_value(value)}: {nearest(str(value), get_args(base))}")
+        require(value in get_args(base), name, value, nearest(str(value), get_args(base)))
         return value
+    if get_origin(base) is tuple:
+        items = get_args(base)
+        first = _unwrap(items[0])[0]
+        example = "[1, 2]" if first in (int, float) else "[[1, 2]]" if get_origin(first) else '["a", "b"]'
+        require(isinstance(value, list | tuple), name, value, f"a list expected, for example '{example}'")
+        if items[-1] is not Ellipsis:
+            reason = f"a list of {len(items)} expected, not of {len(value)}"
+            require(len(value) == len(items), name, list(value), reason)
+        reason = f"{len(value)} items; at most {LONGEST_LIST} expected"
+        require(len(value) <= LONGEST_LIST, name, list(value), reason)
+        return tuple(_convert(f"{name}[{i}]", v, items[0]) for i, v in enumerate(value))
     if base is float and type(value) is int and abs(value) <= sys.float_info.max:
         value = float(value)
-    if type(value) is not base:
-        raise ConfigError(
-            f"{name} = {format_value(value)}: {type_name(kind)} expected, not {_kind_of(value)}"
-        )
-    if base is str and (problem := _text_problem(str(value))):
-        raise ConfigError(f"{name} = {format_value(value)}: {problem}")
-    if base is float and not math.isfinite(value) and not (value == math.inf and bounds and bounds.infinite):
-        raise ConfigError(f"{name} = {value!r}: a finite number expected")
-    if bounds and not bounds.admits(value):
-        raise ConfigError(f"{name} = {value!r}: must be {bounds}")
+    kinds = {bool: "a boolean", int: "a whole number", float: "a number", dict: "a table", list: "a list"}
+    found = (kinds | {str: "text"}).get(type(value), "a bare date; put it in quotes")
+    reason = f"{type_name(kind)} expected, not {found}"
+    require(type(value) is base, name, value, reason)
+    if base is str:
+        require(not (problem := _text_problem(str(value))), name, value, problem)
+    is_allowed = bounds is not None and bounds.infinite and value == math.inf
+    require(base is not float or math.isfinite(value) or is_allowed, name, value, "a finite number expected")
+    require(bounds is None or bounds.admits(value), name, value, f"must be {bounds}")
     return value
 
 
@@ -220,47 +197,18 @@ def _text_problem(text: str) -> str:
     return ""
 
 
-def _convert_list(name: str, value: Any, items: tuple) -> tuple:
-    if not isinstance(value, list | tuple):
-        kind = _unwrap(items[0])[0]
-        example = "[1, 2]" if kind in (int, float) else "[[1, 2]]" if get_origin(kind) else '["a", "b"]'
-        raise ConfigError(f"{name} = {format_value(value)}: a list expected, for example '{example}'")
-    if items[-1] is not Ellipsis and len(value) != len(items):
-        refuse(name, list(value), f"a list of {len(items)} expected, not of {len(value)}")
-    if len(value) > LONGEST_LIST:
-        refuse(name, list(value), f"{len(value)} items; at most {LONGEST_LIST} expected")
-    return tuple(_convert(f"{name}[{i}]", v, items[0]) for i, v in enumerate(value))
-
-
 def _unwrap(kind: Any) -> tuple[Any, Range | None]:
     return (kind.__origin__, kind.__metadata__[0]) if get_origin(kind) is Annotated else (kind, None)
 
 
-def _kind_of(value: Any) -> str:
-    names = {
-        str: "text",
-        bool: "a boolean",
-        int: "a whole number",
-        float: "a number",
-        dict: "a table",
-        list: "a list",
-    }
-    if isinstance(value, date | time):
-        return "a bare date; put it in quotes"
-    return names[type(value)]
-
-
 def type_name(kind: Any) -> str:
     base, bounds = _unwrap(kind)
+    args = get_args(base)
     if get_origin(base) is Literal:
-        return " | ".join(get_args(base))
+        return " | ".join(args)
     if get_origin(base) is tuple:
-        args = get_args(base)
-        return (
-            f"list of {type_name(args[0])}"
-            if args[-1] is Ellipsis
-            else f"[{', '.join(map(type_name, args))}]"
-        )
+        is_any = args[-1] is Ellipsis
+        return f"list of {type_name(args[0])}" if is_any else f"[{', '.join(map(type_name, args))}]"
     names = {int: "whole number", float: "number", str: "text", bool: "true | false"}
     return names[base] + (f" {bounds}" if bounds else "")
 
@@ -273,15 +221,14 @@ def help_text(schema: Schema) -> str:
     lines = [f"Usage: {command} [--job.config_file FILE] [--section.key value ...]", ""]
     for section in schema:
         lines.append(f"[{section}]")
-        for key, spec in _section(schema, section, where="help").items():
-            lines.append(f"  --{section}.{key}  ({type_name(spec.type)}; default {_show(spec.default)})")
-            lines.append(textwrap.indent(textwrap.fill(spec.metadata["help"], 100), 6 * " "))
+        for key, field in _section(schema, section, where="help").items():
+            default = (
+                tomli_w.dumps({"v": field.default}, multiline_strings=False).removeprefix("v = ").strip()
+            )
+            default = re.sub(r"\s+", " ", default).replace("[ ", "[").replace(", ]", "]")
+            lines.append(f"  --{section}.{key}  ({type_name(field.type)}; default {default})")
+            lines.append(textwrap.indent(textwrap.fill(field.metadata["help"], 100), 6 * " "))
     return "\n".join(lines)
-
-
-def _show(value: Any) -> str:
-    text = tomli_w.dumps({"v": value}, multiline_strings=False).removeprefix("v = ").strip()
-    return re.sub(r"\s+", " ", text).replace("[ ", "[").replace(", ]", "]")
 
 
 # -- configuration of an entry point
@@ -293,6 +240,10 @@ def load_config(argv: list[str]) -> Config:
     Relative paths are relative to the current folder. If only job.dump_folder is given, the config.toml in it
     is read. training/config_checks.py checks combinations, not this function.
     """
+    try:
+        os.getcwd()
+    except FileNotFoundError:
+        raise ConfigError("the current folder was removed; change to one that is there") from None
     overrides = _with_paths(parse_command_line(argv, SECTIONS), os.path.expanduser)
     job = overrides.get("job", {})
     folder = job.get("dump_folder", "")
@@ -342,29 +293,27 @@ def own_options(**defaults: Any) -> argparse.ArgumentParser:
 
     The type of a default is the type of the option: a boolean is a flag, a list may be given several times.
     """
+
+    def reader(kind: type) -> Callable[[str], Any]:  # argparse adds the name of the option to its errors
+        def read(text: str) -> Any:
+            try:
+                value = kind(text)
+            except ValueError:
+                reason = f"{format_value(text)}: {type_name(kind)} expected"
+                raise argparse.ArgumentTypeError(reason) from None
+            is_large = kind is not str and not abs(value) <= MOST
+            if problem := "out of range" if is_large else _text_problem(text):
+                raise argparse.ArgumentTypeError(f"{format_value(text)}: {problem}")
+            return value
+
+        return read
+
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
     for name, default in defaults.items():
         known: dict[type, dict[str, Any]] = {bool: {"action": "store_true"}, list: {"action": "append"}}
-        kind = known.get(type(default), {"type": _own_type(type(default))})
+        kind = known.get(type(default), {"type": reader(type(default))})
         parser.add_argument(f"--{name}", default=default, **kind)
     return parser
-
-
-def _own_type(kind: type) -> Callable[[str], Any]:
-    """Return the converter that argparse calls, which adds the name of the option to an error."""
-
-    def read(text: str) -> Any:
-        try:
-            value = kind(text)
-        except ValueError:
-            raise argparse.ArgumentTypeError(f"{format_value(text)}: {type_name(kind)} expected") from None
-        number = kind is not str
-        problem = "out of range" if number and not abs(value) <= MOST else _text_problem(text)
-        if problem:
-            raise argparse.ArgumentTypeError(f"{format_value(text)}: {problem}")
-        return value
-
-    return read
 
 
 def split_options(argv: list[str], own: argparse.ArgumentParser) -> tuple[argparse.Namespace, list[str]]:
@@ -395,8 +344,9 @@ def start(argv: list[str], doc: str | None, check: Callable[[Config], None] | No
 def answer_early(
     doc: str | None, check: Callable[[Config], None] | None, own: argparse.ArgumentParser | None = None
 ) -> None:
-    """Answer help and bad input before an entry point imports torch, which takes seconds."""
-    end_when_interrupted()
+    """Answer help and bad input before an entry point imports torch, which takes seconds. What is checked
+    here is not checked again.
+    """
     with one_line_errors():
         start(split_options(sys.argv[1:], own or own_options())[1], doc, check)
     gc.disable()  # until `start` in main: imports create millions of objects and no garbage
@@ -407,13 +357,11 @@ def text_table(formats: str, rows: Iterable[Iterable[object]]) -> str:
 
     Text, such as the head of a column, takes only alignment and width; None is an empty cell.
     """
-    columns = formats.split()
-    lines = ["".join(map(_cell, row, columns)).rstrip() for row in rows]
-    return "\n".join(lines)
 
+    def cell(value: object, specification: str) -> str:
+        if isinstance(value, int | float):
+            return format(value, specification)
+        width = re.match(r"[<>]?\d+", specification.replace("+", ""))
+        return format(value or "", width[0] if width else "")
 
-def _cell(value: object, specification: str) -> str:
-    if isinstance(value, int | float):
-        return format(value, specification)
-    width = re.match(r"[<>]?\d+", specification.replace("+", ""))
-    return format(value or "", width[0] if width else "")
+    return "\n".join("".join(map(cell, row, formats.split())).rstrip() for row in rows)

@@ -1,4 +1,4 @@
-"""Errors of users, which are reported in one line; any other error is a bug and keeps its traceback."""
+"""Errors, exit codes and messages: a user's mistake is one line, any other error keeps its traceback."""
 
 import difflib
 import os
@@ -6,9 +6,12 @@ import re
 import shlex
 import signal
 import sys
+import tempfile
+import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from datetime import date, time
+from datetime import date
+from datetime import time as clock_time
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -28,11 +31,17 @@ SECRET_OPTION = re.compile(
 )
 FAILED, BAD_INPUT, INTERRUPTED = 1, 2, 130  # exit codes
 EXIT_SAVED = 75  # saved, to be started again: EX_TEMPFAIL of sysexits.h
-STOP_SIGNALS = [signal.SIGTERM, signal.SIGUSR1, signal.SIGINT]
-STOP_SIGNALS += [signal.SIGHUP] * (signal.getsignal(signal.SIGHUP) != signal.SIG_IGN)  # as nohup asks for
-INTERRUPTED_AGAIN = "interrupted again: ended without a save"
-SAVED = "saved"  # marker file in torchelastic's folder: the ranks have saved
-ENDED = "ended"  # marker file: a rank ignores signals, because the exit code of the run is known
+# An inherited SIG_IGN is respected: nohup's of SIGHUP, a shell's of SIGINT for what it runs in the
+# background.
+STOP_SIGNALS = [
+    number
+    for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP)
+    if signal.getsignal(number) != signal.SIG_IGN
+]
+# Marker files of a host's ranks: one has reported, they have saved, the launcher has sent them a signal, and
+# they ignore signals because the exit code of the run is known.
+REPORTED, SAVED, SIGNALLED, ENDED = "reported", "saved", "signalled", "ended"
+REPORT_SECONDS = 60.0  # in which ranks without a launcher report once on each host
 
 
 class RunFailed(RuntimeError):
@@ -51,6 +60,12 @@ class DataError(UserError):
     """Error in a file that is missing, unreadable, or without what is needed from it: path, reason, fix."""
 
 
+def require(condition: object, key: str, value: Any, reason: str) -> None:
+    """Raise ConfigError for a value of a key unless the condition is met."""
+    if not condition:
+        refuse(key, value, reason)
+
+
 def refuse(key: str, value: Any, reason: str) -> NoReturn:
     """Raise ConfigError for a value of a key."""
     raise ConfigError(f"{key} = {format_value(value)}: {reason}")
@@ -58,7 +73,7 @@ def refuse(key: str, value: Any, reason: str) -> NoReturn:
 
 def format_value(value: Any) -> str:
     """Return a value as Python writes it, dates as TOML does, shortened to fit into a line."""
-    text = value.isoformat() if isinstance(value, date | time) else repr(value)
+    text = value.isoformat() if isinstance(value, date | clock_time) else repr(value)
     return text if len(text) <= LONGEST else f"{text[: LONGEST - 40]} ... {text[-30:]}"
 
 
@@ -77,101 +92,6 @@ def nearest(name: str, valid: Iterable[Any], prefix: str = "") -> str:
     return f"did you mean {prefix}{close[0]}?" if close else f"valid: {', '.join(names)}"
 
 
-def attempt_folder() -> Path | None:
-    """Return torchelastic's folder of this host's ranks until they restart; None without torchelastic."""
-    error_file = os.environ.get("TORCHELASTIC_ERROR_FILE")  # <attempt>/<local rank>/error.json
-    return Path(error_file).parents[1] if error_file else None
-
-
-def is_reporting_rank() -> bool:
-    """Return True on the one rank of its host that reports an error that several ranks may have."""
-    folder = attempt_folder()
-    if folder is None:
-        return os.environ.get("LOCAL_RANK", "0") == "0"
-    try:
-        (folder / "reported").touch(exist_ok=False)
-    except FileExistsError:
-        return False
-    return True
-
-
-def print_message(text: str) -> None:
-    """Print a line on stderr; on a terminal it replaces a progress bar in the current line."""
-    erased = "\r\x1b[K" if sys.stderr.isatty() else ""
-    print(f"{erased}rossby: {text}", file=sys.stderr, flush=True)
-
-
-def handle_stop_signals(handler: Any) -> None:
-    """Set the handler (or SIG_IGN) of all signals that ask a run to end."""
-    for number in STOP_SIGNALS:
-        signal.signal(number, handler)
-
-
-def signal_before_first_step(number: int) -> tuple[str, int]:
-    """Return the last line and the exit code of a run that a signal ends during its start."""
-    code = INTERRUPTED if number == signal.SIGINT else EXIT_SAVED
-    return f"before the first step, with nothing to save (code {code})", code
-
-
-def end_at_signals() -> None:
-    """End this process with one line at a signal, until the run handles them itself."""
-
-    def end(number: int, _: object) -> None:
-        text, code = signal_before_first_step(number)
-        if is_reporting_rank():
-            print_message(f"{signal.Signals(number).name}: {text}")
-        os._exit(code)
-
-    handle_stop_signals(end)
-
-
-def end_when_interrupted() -> None:
-    """End this process with one line at Ctrl-C."""
-
-    def end(*_: object) -> None:
-        print_message("interrupted")
-        os._exit(INTERRUPTED)
-
-    signal.signal(signal.SIGINT, end)
-
-
-def end_process(code: int) -> NoReturn:
-    """End a single process normally, and a rank immediately: a thread that communicates with other ranks
-    while Python shuts down would print "terminate called without an active exception" after the report.
-    """
-    if "RANK" not in os.environ:
-        sys.exit(code)
-    end_rank(code)
-
-
-def end_rank(code: int) -> NoReturn:
-    """End this process immediately. Torchelastic treats every code except 0 as a failure and restarts the
-    ranks. A rank that has saved therefore ends with 0, and a marker file makes jobs/torchrun.py return 75.
-    """
-    sys.stdout.flush()
-    sys.stderr.flush()
-    folder = attempt_folder()
-    if code == EXIT_SAVED and folder:
-        (folder / SAVED).touch()
-        code = 0
-    os._exit(code)
-
-
-def as_user_error(error: PermissionError, path: object = "") -> DataError:
-    """Return the DataError for a file or folder without permission."""
-    name = error.filename or path or "a file"
-    return DataError(f"{name}: permission denied; give the user of this run the right to it")
-
-
-def one_line(error: BaseException) -> str | None:
-    """Return the message of a user's error or of a failed run in one line; None for a bug of the project."""
-    error = as_user_error(error) if isinstance(error, PermissionError) else error
-    text = " ".join(str(error).splitlines())
-    if isinstance(error, UserError | RunFailed):
-        return without_secrets(text)
-    return None
-
-
 def module_command(module: str, *words: object) -> str:
     """Return a command that runs a module of the project, or an installed one, from the current folder."""
     python, folder, here = Path(sys.executable), Path(__file__).parent, Path.cwd()
@@ -182,17 +102,85 @@ def module_command(module: str, *words: object) -> str:
     return change + shlex.join([str(python), "-m", module, *texts])
 
 
+def as_user_error(error: PermissionError, path: object = "") -> DataError:
+    """Return the DataError for a file or folder without permission."""
+    name = error.filename or path or "a file"
+    return DataError(f"{name}: permission denied; give the user of this run the right to it")
+
+
+def one_line(error: BaseException) -> str | None:
+    """Return the line of a user's error or of a failed run; None for a bug of the project."""
+    error = as_user_error(error) if isinstance(error, PermissionError) else error
+    if isinstance(error, UserError | RunFailed):
+        return without_secrets(" ".join(str(error).splitlines()))
+    return None
+
+
+def exit_code(error: BaseException) -> int:
+    return BAD_INPUT if isinstance(error, UserError | PermissionError) else FAILED
+
+
+def print_message(text: str) -> None:
+    """Print a line on stderr; on a terminal it replaces a progress bar in the current line."""
+    erased = "\r\x1b[K" if sys.stderr.isatty() else ""
+    print(f"{erased}rossby: {text}", file=sys.stderr, flush=True)
+
+
+def attempt_folder() -> Path | None:
+    """Return torchelastic's folder of this host's ranks until they restart; None without torchelastic."""
+    error_file = os.environ.get("TORCHELASTIC_ERROR_FILE")  # <attempt>/<local rank>/error.json
+    return Path(error_file).parents[1] if error_file else None
+
+
+def is_reporting_rank() -> bool:
+    """Return True on the first rank of a host that asks, before it reports what others may report, too."""
+    if not {"RANK", "MASTER_PORT"} <= set(os.environ):
+        return True
+    name = f"rossby-{os.getuid()}-{os.getppid()}-{os.environ['MASTER_PORT']}"  # of srun's tasks
+    folder = attempt_folder()
+    marker = folder / REPORTED if folder else Path(tempfile.gettempdir(), name)
+    try:
+        marker.touch(exist_ok=False)
+    except FileExistsError:
+        if folder or time.time() - marker.stat().st_mtime < REPORT_SECONDS:
+            return False
+        marker.touch()  # of another run
+    return True
+
+
+def end_process(code: int) -> NoReturn:
+    """End this process at once: in Python's shutdown threads of obstore and of gloo crash, and a signal would
+    print a traceback. Torchelastic treats every code except 0 as a failure and restarts the ranks: a rank
+    that has saved ends with 0 there, and a marker file makes jobs/torchrun.py return 75.
+    """
+    sys.stdout.flush()
+    sys.stderr.flush()
+    folder = attempt_folder()
+    if code == EXIT_SAVED and folder:
+        (folder / SAVED).touch()
+        code = 0
+    exit_now(code)
+
+
+def exit_now(code: int) -> NoReturn:
+    """Replaced in tests, which have to go on."""
+    os._exit(code)
+
+
 @contextmanager
 def one_line_errors() -> Iterator[None]:
     """Guard a program: a user's mistake ends it after one line, which one rank of a host reports."""
     try:
         yield
     except BrokenPipeError:  # the program that reads this output has closed the pipe
-        os._exit(0)
+        exit_now(0)
+    except KeyboardInterrupt:
+        print_message("interrupted")
+        end_process(INTERRUPTED)
     except Exception as error:
         text = one_line(error)
         if text is None:
             raise
         if is_reporting_rank():
             print_message(text)
-        end_process(BAD_INPUT if isinstance(error, UserError | PermissionError) else FAILED)
+        end_process(exit_code(error))

@@ -20,6 +20,11 @@ that are not scored yet. Exit codes: 0, 2 bad input.
 
 import sys
 
+from jobs.signals import end_at_signals
+
+if __name__ == "__main__":
+    end_at_signals()
+
 from command_line import answer_early, own_options, split_options, start
 from training.config_checks import check
 
@@ -341,7 +346,7 @@ def report(evaluation: Evaluation, against: str, land: np.ndarray | None, target
 def main() -> None:
     with one_line_errors():
         options, rest = parse_options(sys.argv[1:])
-        config = start(rest, __doc__, check)
+        config = start(rest, __doc__, None)
         start_logging(os.environ.get("RANK", "0") == "0")
         run(config, options)
     end_process(0)

@@ -10,6 +10,11 @@ up or had no input, 2 bad input. More: docs/forecasting.md.
 
 import sys
 
+from jobs.signals import end_at_signals
+
+if __name__ == "__main__":
+    end_at_signals()
+
 from command_line import answer_early, own_options, split_options, start
 from training.config_checks import check
 
@@ -292,7 +297,7 @@ def export(config: Config, target: Path) -> None:
 def main() -> None:
     with one_line_errors():
         options, rest = split_options(sys.argv[1:], OPTIONS)
-        config = start(rest, __doc__, check)
+        config = start(rest, __doc__, None)
         start_logging(os.environ.get("RANK", "0") == "0")
         if options.export:
             export(config, Path(options.export).expanduser())

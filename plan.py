@@ -22,6 +22,11 @@ Configuration keys set model, layout and batch. Exit codes: 0 it fits, 1 it does
 import argparse
 import sys
 
+from jobs.signals import end_at_signals
+
+if __name__ == "__main__":
+    end_at_signals()
+
 from command_line import answer_early, load_config, own_options, split_options, start
 
 OPTIONS = own_options(

@@ -14,12 +14,13 @@
 # Exit codes: 0 done, 1 failed, 2 bad input, 75 to be started again: a signal or the time ended it, after a save if it had
 #   taken a step, 130 interrupted before the first step, or twice.
 set -euo pipefail
+pwd -P >/dev/null 2>&1 || { echo "rossby: the current folder was removed; change to one that is there" >&2 && exit 2; }
 leave() { # at a signal before there are ranks
     [[ -z "${checks:-}" ]] || { kill -KILL "$checks" 2>/dev/null && wait "$checks" 2>/dev/null || true; }
     echo "rossby: $1: before the first step, with nothing to save (code $2)" >&2
     exit "$2"
 }
-for name in TERM USR1 HUP; do trap "leave SIG$name 75" "$name"; done
+for name in TERM USR1 HUP; do trap "leave SIG$name 75" "$name"; done # those that nohup ignores stay ignored
 trap 'leave SIGINT 130' INT
 export ROSSBY_STARTED=${ROSSBY_STARTED:-${SLURM_JOB_START_TIME:-$(date +%s)}}
 source "$(dirname "$(readlink -f "$0")")/setup.sh" # which gives $project and $PYTHON
@@ -48,6 +49,9 @@ if [[ "$NNODES" != 1 ]]; then
     [[ "$NODE_RANK" =~ ^[0-9]+$ && "$NODE_RANK" -lt "$NNODES" ]] || refuse NODE_RANK "write this node's number, from 0"
 fi
 
+# What Python starts with is blocked until its handlers are set; coreutils before 8.31 cannot.
+start=(env --block-signal=INT,TERM,USR1,HUP)
+"${start[@]}" true 2>/dev/null || start=()
 asks=
 for word in "$@"; do
     case "$word" in -h | --help) asks=$word ;; esac
@@ -55,12 +59,12 @@ done
 # One process needs no launcher, unless it is to be restarted; help starts no rank.
 if [[ "$NGPU" == 1 && "$NNODES" == 1 && "$MAX_RESTARTS" == 0 ||
     -n "$asks" ]]; then
-    NNODES=1 NGPU=1 exec "$PYTHON" "$project/train.py" "$@"
+    NNODES=1 NGPU=1 exec "${start[@]}" "$PYTHON" "$project/train.py" "$@"
 fi
 # With -P modules are the project's: a folder of the caller's may have its own "datasets".
 export PYTHONPATH=$project${PYTHONPATH:+:$PYTHONPATH}
 # Bad input ends here: one line, exit code 2, before any rank exists.
-"$PYTHON" -P -m planning.start_checks "$@" &
+(trap '' INT TERM USR1 HUP && exec "$PYTHON" -P -m planning.start_checks "$@") & # the signals are this script's
 checks=$!
 wait "$checks"
 checks=
@@ -70,5 +74,5 @@ nodes=()
 if [[ "$NNODES" != 1 ]]; then
     nodes=(--nnodes "$NNODES" --node-rank "$NODE_RANK" --rdzv-endpoint "$RDZV_ENDPOINT")
 fi
-exec "$PYTHON" -P -m jobs.torchrun --nproc-per-node "$NGPU" --max-restarts "$MAX_RESTARTS" "${nodes[@]}" \
+exec "${start[@]}" "$PYTHON" -P -m jobs.torchrun --nproc-per-node "$NGPU" --max-restarts "$MAX_RESTARTS" "${nodes[@]}" \
     "$project/train.py" "$@"

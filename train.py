@@ -7,12 +7,15 @@
 
 import sys
 
+from jobs.signals import end_at_signals
+
+if __name__ == "__main__":
+    end_at_signals(trains=True)
+
 from command_line import answer_early, start
-from errors import end_at_signals
 from training.config_checks import check
 
 if __name__ == "__main__":
-    end_at_signals()
     answer_early(__doc__, check)  # help and bad input, before torch is imported, which takes seconds
 
 import gc
@@ -148,13 +151,13 @@ def train(config: Config, watchdog: Watchdog | None = None) -> None:
 
 def leave(watchdog: Watchdog, agreement: Agreement, run_folder: RunFolder, message: str, code: int) -> None:
     """End the run on all ranks together: return for exit code 0, exit with 75, or raise RunFailed for 1."""
-    watchdog.stop()
+    dist.barrier()  # of ranks that the watchdog still watches: rank 0 may draw plots for minutes
     agreement.close()
+    watchdog.stop()
     if dist.get_rank() == 0:
         watchdog.write_status(code, message)
         if code == EXIT_SAVED:
             print_message(message)
-    dist.barrier()
     run_folder.release()
     dist.destroy_process_group()
     if code == FAILED:
@@ -165,7 +168,7 @@ def leave(watchdog: Watchdog, agreement: Agreement, run_folder: RunFolder, messa
 
 def main() -> None:
     with one_line_errors():
-        config = start(sys.argv[1:], __doc__, check)
+        config = start(sys.argv[1:], __doc__, None)
         with run_with_watchdog(config) as watchdog:
             train(config, watchdog)
 

@@ -1,6 +1,7 @@
 """Kill programs at random times, start them again, and compare the results with undisturbed ones.
 
     .venv/bin/python benchmarks/chaos.py cycles --seeds 40 [--first 0] [--seed 7] [--folder DIR]
+    .venv/bin/python benchmarks/chaos.py interrupts [--trials 20] [--seed 0] [--folder DIR]
     .venv/bin/python benchmarks/chaos.py convert [--trials 20] [--seed 0] [--folder DIR]
     .venv/bin/python benchmarks/chaos.py rehearse [--configs train_configs/vit1b.toml ...]
 
@@ -8,6 +9,9 @@ cycles: random lives of a training (benchmarks/lives.py): kills, signals, full d
 other layouts and settings, second starts, between 3 and 8 starts each. Every exit code, message and file has
 to be as docs/reliability.md says, and the end that of a run which nothing disturbed: the same bits on one
 layout, within 1e-5 on changing ones. --seed: that life alone, start by start.
+
+interrupts: Ctrl-C, a SIGINT to the process group, at random moments of the first ten seconds of a start, as
+often on one rank as on two. Exit code 130 and one line, or 75 and one line once a step was taken.
 
 convert: datasets.convert, with one worker and with two; killed and run again, a digest of all values is that
 of a conversion that was not killed.
@@ -29,6 +33,7 @@ import sys
 import tempfile
 import time
 import tomllib
+from collections import Counter
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import asdict, dataclass
@@ -49,7 +54,7 @@ from benchmarks.loader import DIMS, Shape, weather
 from benchmarks.results_file import ROOT, clock, parse, record, table
 from checkpoints.files import complete_steps
 from datasets.archive import open_archive
-from tests.started_jobs import last_step
+from tests.started_jobs import Job, last_step, write_config
 from training.config_checks import load_checked
 
 LISTS = tomllib.loads(Path(__file__).with_suffix(".toml").read_text())
@@ -57,6 +62,36 @@ REHEARSED = LISTS["rehearsal"]
 
 DATES = 1600  # four shards of at most 512 dates
 WAYS = {"one worker": (), "two workers": ("--workers", "2")}
+
+
+INTERRUPTED_WITHIN = 10.0  # seconds
+
+
+def interrupts(options: argparse.Namespace) -> int:
+    """Stop runs by Ctrl-C while they start; return 1 if one says more or ends otherwise than documented."""
+    draw, rows = random.Random(max(options.seed, 0)), []
+    with tempfile.TemporaryDirectory(dir=options.folder or None) as text:
+        folder = Path(text)
+        config_file = write_config(folder)
+        for ranks in (1, 2):
+            for number in range(options.trials):
+                after, run = draw.uniform(0, INTERRUPTED_WITHIN), folder / f"run-{ranks}-{number}"
+                job = Job(config_file, run, NGPU=str(ranks))
+                time.sleep(after)
+                os.killpg(job.process.pid, signal.SIGINT)
+                code, steps = job.end(60), last_step(run)
+                log = re.compile(r"[\d:]{8}  |rank +\d+: ")
+                lines = [line for line in job.output.splitlines() if not log.match(line)]
+                right = code == (75 if steps else 130) and len(lines) == 1 and lines[0].startswith("rossby: ")
+                rows.append({"ranks": ranks, "after_s": after, "code": code, "steps": steps, "right": right})
+                if not right:
+                    print(f"WRONG: {rows[-1]}\n{job.output}", flush=True)
+    record("interrupts", rows)
+    for ranks in (1, 2):
+        of_ranks = [row for row in rows if row["ranks"] == ranks]
+        codes = Counter(row["code"] for row in of_ranks if row["right"])
+        print(f"{ranks} rank(s): {sum(codes.values())} of {len(of_ranks)} right, by exit code {dict(codes)}")
+    return int(not all(row["right"] for row in rows))
 
 
 def kill_conversions(options: argparse.Namespace) -> int:
@@ -255,7 +290,9 @@ def rehearse(options: argparse.Namespace) -> int:
 
 
 def main() -> int:
-    commands = {"cycles": cycles, "convert": kill_conversions, "rehearse": rehearse}
+    # A shell ignores it for what it runs in the background.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    commands = {"cycles": cycles, "interrupts": interrupts, "convert": kill_conversions, "rehearse": rehearse}
     lives = {"seeds": 40, "first": 0, "events": 8}
     configs = tuple(REHEARSED["configs"])
     options = parse(__doc__, commands, trials=20, seed=-1, folder="", configs=configs, **lives)

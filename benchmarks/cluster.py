@@ -31,6 +31,7 @@ from command_line import text_table
 from config import Parallelism
 from errors import ConfigError, one_line_errors
 from jobs.log_setup import start_logging
+from jobs.signals import end_at_signals
 from parallelisms.degrees import Degrees
 from parallelisms.mesh import build_mesh, from_first_rank, start_ranks
 from planning.clusters import Cluster, load_cluster, machine_known_as
@@ -86,6 +87,7 @@ class Run:
 
 def main() -> None:
     options = parse(__doc__, cluster="", minutes=20.0, rehearse=False)
+    end_at_signals()
     with one_line_errors():
         start_logging(is_first=os.environ["RANK"] == "0")
         warnings.filterwarnings("ignore", message="DTensor random operators")  # on a CPU

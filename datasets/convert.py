@@ -12,16 +12,16 @@ about 3.5 GiB of memory at most. Exit codes: 0, 1 an error of the disk or a lost
 from errors import (
     DataError,
     RunFailed,
-    end_when_interrupted,
     module_command,
     one_line_errors,
     print_message,
     refuse,
     without_secrets,
 )
+from jobs.signals import end_at_signals
 
 if __name__ == "__main__":
-    end_when_interrupted()  # before the imports, which take a second
+    end_at_signals()  # before the imports, which take a second
 
 import ctypes
 import errno

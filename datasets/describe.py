@@ -7,10 +7,11 @@ SOURCE is a value of data.path. Values are checked on 24 evenly spaced dates, wi
 Exit codes: 0 no problems, 1 problems, 2 bad input.
 """
 
-from errors import DataError, end_when_interrupted, one_line_errors, without_secrets
+from errors import DataError, one_line_errors, without_secrets
+from jobs.signals import end_at_signals
 
 if __name__ == "__main__":
-    end_when_interrupted()  # before the imports, which take a second
+    end_at_signals()  # before the imports, which take a second
 
 import json
 import os

@@ -128,4 +128,6 @@ def _has_credentials(protocol: str) -> bool:
 def describe_error(error: BaseException) -> str:
     """Return the type and the first paragraph of an error on one line, at most 200 characters."""
     text = " ".join(str(error).split("\n\n")[0].split())
-    return f"{type(error).__name__}: {text}"[:200]
+    # obstore's words for a host without an answer, after all tries.
+    hint = "no answer, is there a network? " if "error sending request" in str(error) else ""
+    return f"{hint}{type(error).__name__}: {text}"[:200]

@@ -61,33 +61,28 @@ class Activity:
         """Seconds since the last progress."""
         return time.monotonic() - self.since
 
-    def where(self) -> tuple[str, bool]:
-        """Return the project's innermost line in the main thread, and True where it waits for other ranks."""
+    def waits_for_others(self) -> bool:
+        """Return True while the main thread waits for other ranks: in a collective, or for the device."""
+        if self.phases[-1] in WAITS:
+            return True
+        torch: Any = sys.modules.get("torch")  # imported by all code that uses a GPU
+        if torch is not None and torch.cuda.is_initialized():
+            try:
+                # A full queue delays the host; for long only other ranks do so.
+                if not torch.cuda.current_stream(int(os.environ.get("LOCAL_RANK", "0"))).query():
+                    return True
+            except RuntimeError:  # the device has failed: the main thread gets the error
+                return False
         frame = sys._current_frames().get(threading.main_thread().ident or 0)
-        waits = self.phases[-1] in WAITS or device_is_busy()
-        while frame and not is_ours(frame.f_code.co_filename):
-            waits = waits or TORCH_DISTRIBUTED in frame.f_code.co_filename
+        while frame:
+            name = frame.f_code.co_filename
+            # The innermost line of the project that is not of this file, which surrounds the code of a phase.
+            if name.startswith(ROOT) and "site-packages" not in name and name != __file__:
+                return False
+            if TORCH_DISTRIBUTED in name:
+                return True
             frame = frame.f_back
-        if frame is None:
-            return "", waits
-        name = os.path.relpath(frame.f_code.co_filename, ROOT)
-        return f"{name}:{frame.f_lineno} {frame.f_code.co_name}", waits
-
-
-def device_is_busy() -> bool:
-    """Return True while the GPU has work: a full queue delays the host; for long only other ranks do so."""
-    torch: Any = sys.modules.get("torch")  # imported by all code that uses a GPU
-    if torch is None or not torch.cuda.is_initialized():
         return False
-    try:
-        return not torch.cuda.current_stream(int(os.environ.get("LOCAL_RANK", "0"))).query()
-    except RuntimeError:  # the device has failed: the main thread gets the error
-        return False
-
-
-def is_ours(name: str) -> bool:
-    """Return True for a file of the project except this one, which only surrounds the code of a phase."""
-    return name.startswith(ROOT) and "site-packages" not in name and name != __file__
 
 
 activity = Activity()

@@ -6,9 +6,11 @@ largest of their requests: the exchange starts at one step boundary and ends at 
 waits for it.
 """
 
+import logging
 import os
 import re
 import signal
+import threading
 import time
 from collections import deque
 from types import FrameType
@@ -18,20 +20,12 @@ import torch
 import torch.distributed as dist
 
 from config import wall_time_seconds
-from errors import (
-    ENDED,
-    EXIT_SAVED,
-    FAILED,
-    INTERRUPTED,
-    INTERRUPTED_AGAIN,
-    attempt_folder,
-    handle_stop_signals,
-    print_message,
-    refuse,
-    signal_before_first_step,
-)
+from errors import ENDED, EXIT_SAVED, FAILED, INTERRUPTED, attempt_folder, refuse
 from jobs.heartbeat import activity
+from jobs.signals import describe_early_end, handle_stop_signals, is_of_torchelastic
+from jobs.watchdog import AFTER_LOSS_SECONDS, Watchdog
 
+logger = logging.getLogger(__name__)
 WALL_TIME = 1000  # in the place of a signal's number
 RANKS = 2**32  # a reason and a rank in one number: reason x RANKS + rank
 LARGEST_MARGIN_SECONDS = 60.0  # between the end of the save and the end of the time
@@ -46,15 +40,10 @@ def started_at() -> float:
     return float(text)
 
 
-def step_clock() -> float:
-    """Return seconds that do not count those of validations and saves."""
-    return time.monotonic() - activity.long_seconds
-
-
 class Agreement:
     """Context around the loop, which calls `decide` at each step boundary, on all ranks together."""
 
-    def __init__(self, max_wall_time: str, group: dist.ProcessGroup, watchdog: Any) -> None:
+    def __init__(self, max_wall_time: str, group: dist.ProcessGroup, watchdog: Watchdog) -> None:
         """Handle signals from now on. Outside the loop they end the run through `watchdog.end`.
 
         max_wall_time: "hours:minutes:seconds" from ROSSBY_STARTED on; group: all ranks, for this object alone
@@ -78,21 +67,30 @@ class Agreement:
         if folder := attempt_folder():
             (folder / ENDED).touch()  # the launcher does not kill what ends by itself
 
-    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+    def _on_signal(self, number: int, frame: FrameType | None = None) -> None:
+        """Called by the watchdog's thread, or without one by Python in the main thread."""
+        watchdog, reason = self.watchdog, self._reason(number * RANKS + self.rank)
+        if watchdog.thread.is_alive() and threading.current_thread() is not watchdog.thread:
+            return
         if number == signal.SIGINT and self.request:
-            print_message(INTERRUPTED_AGAIN)
-            os._exit(INTERRUPTED)
-        self.request = self.request or number * RANKS + self.rank
-        self.watchdog.is_asked_to_stop = True
-        if not self.is_waiting:
-            self._end()
-
-    def _end(self) -> None:
-        message, code = self.ending or signal_before_first_step(self.request // RANKS)
-        self.watchdog.end(f"{self._reason(self.request)}: {message}", code)
+            watchdog.end("interrupted again: ended without a save", INTERRUPTED)
+        if self.is_waiting:
+            if not self.request:
+                logger.info(f"{reason} in step {activity.step}: the run saves and ends")
+            self.request = self.request or number * RANKS + self.rank
+            watchdog.is_asked_to_stop = True
+            return
+        message, code = self.ending or describe_early_end(number)
+        message = f"{reason}: {message}" if self.ending else message
+        watchdog.is_asked_to_stop = True
+        if is_of_torchelastic(number) and watchdog.thread.is_alive():
+            watchdog.lost = True  # so that a rank that has failed is found and named first
+            watchdog.end_later = time.monotonic() + AFTER_LOSS_SECONDS + 2.0, message, code
+        else:
+            watchdog.end(message, code)
 
     def __enter__(self) -> "Agreement":
-        self.is_waiting, self.boundary = True, step_clock()
+        self.is_waiting, self.boundary = True, time.monotonic() - activity.long_seconds
         return self
 
     def __exit__(self, kind: Any, *error: object) -> None:
@@ -111,7 +109,7 @@ class Agreement:
         self.ending = f"{done if saves else lost} (code {EXIT_SAVED})", EXIT_SAVED
         self.is_waiting = bool(self.stop)  # else a signal ends the run from here on
         if self.request and not self.stop:
-            self._end()
+            self.watchdog.end(f"{self._reason(self.request)}: {self.ending[0]}", EXIT_SAVED)
         return (f"{self.stop}: {self.ending[0]}", EXIT_SAVED) if self.stop else ("done", 0)
 
     def decide(self, seconds: float = 0.0) -> str:
@@ -120,7 +118,8 @@ class Agreement:
 
         seconds: duration of saves and validations until the step boundary after the next.
         """
-        started, self.boundary = self.boundary, step_clock()
+        # Without the seconds of validations and saves.
+        started, self.boundary = self.boundary, time.monotonic() - activity.long_seconds
         self.num_steps += 1
         if self.num_steps == 2:
             self.recent.clear()  # the first step compiles

@@ -6,12 +6,15 @@ python -m jobs.torchrun --nproc-per-node 4 [--nnodes 2 --node-rank 0 --rdzv-endp
 import logging
 import os
 import re
+import shutil
 import signal
 import socket
 import sys
+import threading
+import time
 from contextlib import suppress
 from pathlib import Path
-from tempfile import TemporaryDirectory
+from tempfile import mkdtemp
 
 from errors import (
     BAD_INPUT,
@@ -19,20 +22,20 @@ from errors import (
     EXIT_SAVED,
     FAILED,
     INTERRUPTED,
-    INTERRUPTED_AGAIN,
+    REPORTED,
     SAVED,
+    SIGNALLED,
     STOP_SIGNALS,
     RunFailed,
-    end_at_signals,
-    handle_stop_signals,
+    exit_now,
     one_line_errors,
     print_message,
     refuse,
-    signal_before_first_step,
 )
+from jobs.signals import describe_early_end, end_at_signals, handle_stop_signals, signal_socket
 
 if __name__ == "__main__":
-    end_at_signals()  # during the import of torch, which takes seconds
+    end_at_signals(trains=True)  # during the import of torch, which takes seconds
 
 from torch.distributed import DistError, TCPStore  # type: ignore[reportPrivateImportUsage]
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -49,7 +52,8 @@ JOIN_SECONDS = 900  # longest time that the nodes of a job wait for each other
 class Node(StaticTCPRendezvous):
     """Static rendezvous; its store listens at the endpoint alone, and no rank restarts after a signal."""
 
-    stopping, have_met, attempt, log_folder = False, False, -1, Path()
+    stopping, have_met, attempt = False, False, -1
+    log_folder = Path("/nonexistent")  # of this launcher's ranks, set by main
 
     def __init__(self, given: RendezvousParameters) -> None:
         host, _, port = given.endpoint.rpartition(":")
@@ -64,9 +68,8 @@ class Node(StaticTCPRendezvous):
             raise SystemExit(EXIT_SAVED)
         Node.attempt += 1
         if self.attempt:
-            print_message(
-                f"restart {self.attempt}: a rank has failed, all start again from the last checkpoint"
-            )
+            reason = "a rank has failed, all start again from the last checkpoint"
+            print_message(f"restart {self.attempt}: {reason}")
         elif self.rank == 0:
             listener = socket.create_server((self.master_addr, self.master_port), backlog=2048)
             self.master_port = listener.getsockname()[1]
@@ -77,22 +80,38 @@ class Node(StaticTCPRendezvous):
         return met
 
 
-def forward_signal(number: int, *_: object) -> None:
-    """Send a signal to the ranks alone: torchelastic sends it to the processes that write checkpoints too,
+def attempts(marker: str = "") -> list[Path]:
+    """Return the folder of this node's present ranks, or the marker file in it; empty if it is not there."""
+    return [*Node.log_folder.glob(f"*/attempt_{Node.attempt}/{marker}")]
+
+
+def forward_signals(numbers: socket.socket) -> None:
+    """Send each signal to the ranks alone: torchelastic sends it to the processes that write checkpoints too,
     which would end before the save. Before there are ranks, and at a second Ctrl-C, end at once, unless the
     run has ended.
     """
-    if any(Node.log_folder.glob(f"*/attempt_{Node.attempt}/{ENDED}")):
-        return
-    ranks = Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()
-    again = number == signal.SIGINT and Node.stopping
-    for rank in ranks:
-        os.kill(int(rank), signal.SIGKILL if again else number)
-    if again or not ranks:
-        text, code = signal_before_first_step(number)
-        print_message(INTERRUPTED_AGAIN if again else f"{signal.Signals(number).name}: {text}")
-        os._exit(code)
-    Node.stopping = True
+    while True:
+        (number,) = numbers.recv(1)
+        if attempts(ENDED):
+            continue
+        again, Node.stopping = number == signal.SIGINT and Node.stopping, True
+        for folder in attempts():
+            (folder / SIGNALLED).touch()
+        ranks = [int(rank) for rank in Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()]
+        for rank in ranks:
+            with suppress(ProcessLookupError):
+                os.kill(rank, number)
+        if again:
+            time.sleep(1.0)  # in which rank 0 writes status.json; a rank that is stopped does not end
+            for rank in ranks:
+                with suppress(ProcessLookupError):
+                    os.kill(rank, signal.SIGKILL)
+        if again or not ranks:
+            text, code = describe_early_end(number)
+            if not attempts(REPORTED):
+                print_message("interrupted again: ended without a save" if again else text)
+            shutil.rmtree(Node.log_folder, ignore_errors=True)
+            exit_now(code)
 
 
 def run_ranks(argv: list[str]) -> int:
@@ -115,11 +134,12 @@ def run_ranks(argv: list[str]) -> int:
             codes |= {EXIT_SAVED for code in codes if -code in STOP_SIGNALS}
         if known := [code for code in (BAD_INPUT, INTERRUPTED, EXIT_SAVED) if code in codes]:
             return known[0]
-        if first.exitcode < 0:
-            reason = f"rank {rank} (pid {first.pid}) was killed by {first.signal_name()}"
-            # Only a detail if a rank has already reported that this one has ended.
-            reported = any(Path(args.log_dir).glob(f"*/attempt_{Node.attempt}/reported"))
-            print(f"  {reason}", file=sys.stderr) if reported else print_message(reason)
+        name, is_killed = f"rank {rank} (pid {first.pid})", first.exitcode < 0
+        if not attempts(REPORTED):
+            how = f"was killed by {first.signal_name()}" if is_killed else f"ended with {first.exitcode}"
+            print_message(f"{name} {how}")
+        elif is_killed:  # a detail: a rank has already reported that this one has ended
+            print(f"  {name} was killed by {first.signal_name()}", file=sys.stderr)
         return FAILED
     except (DistError, OSError) as error:
         reason = f"{type(error).__name__}: {str(error).splitlines()[0]}"
@@ -127,19 +147,25 @@ def run_ranks(argv: list[str]) -> int:
             raise RunFailed(f"the launcher of the ranks failed ({reason})") from None
         place = f"RDZV_ENDPOINT = {args.rdzv_endpoint!r}"
         raise RunFailed(f"{place}: the nodes did not meet there: {reason}") from None
-    return EXIT_SAVED if any(Path(args.log_dir).glob(f"*/attempt_{Node.attempt}/{SAVED}")) else 0
+    return EXIT_SAVED if attempts(SAVED) else 0
 
 
 def main() -> None:
-    handle_stop_signals(forward_signal)
+    Node.log_folder = Path(mkdtemp(prefix="rossby-"))
+    numbers = signal_socket()
+    handle_stop_signals(lambda *_: None)
+    threading.Thread(target=forward_signals, args=(numbers,), daemon=True).start()
+    # Inherited by the ranks, until they have set their handlers; here the thread gets signals.
+    signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
     logging.getLogger("torch.distributed").setLevel(logging.CRITICAL)  # what ranks report is enough
     rendezvous_handler_registry.register(BACKEND, Node)
-    with one_line_errors(), TemporaryDirectory(prefix="rossby-", ignore_cleanup_errors=True) as folder:
-        Node.log_folder = Path(folder)
-        code = run_ranks([f"--log-dir={folder}", *sys.argv[1:]])
-        handle_stop_signals(signal.SIG_IGN)  # the code is known
-    sys.stderr.flush()
-    os._exit(code)  # a further signal would end Python's shutdown with another code
+    with one_line_errors():
+        try:
+            code = run_ranks([f"--log-dir={Node.log_folder}", *sys.argv[1:]])
+            handle_stop_signals(signal.SIG_IGN)  # the code is known
+        finally:
+            shutil.rmtree(Node.log_folder, ignore_errors=True)
+    exit_now(code)  # a further signal would end Python's shutdown with another code
 
 
 if __name__ == "__main__":

@@ -1,19 +1,27 @@
-"""Watchdog: find a rank that has died, stalled or left, in bounded time, and end all ranks with its name.
+"""Watchdog: a thread of each rank that ends all ranks in bounded time when one has died, stalls or has left.
 
-Once a second every rank writes its heartbeat to the job's store. Rank 0 checks all; every rank that reads a
-shutdown reason there ends. The watchdog alone decides how long a rank may take: `comm.timeout_seconds` before
-the end of the first step and in long phases, `comm.train_timeout_seconds` in all others. Process groups wait
-a little longer than the longest of these, so that the watchdog, which knows the stalled rank, reports first.
+Once a second every rank writes its heartbeat to the job's store. Rank 0 judges all of them, the others watch
+rank 0; every rank that reads a shutdown reason there ends. The watchdog alone decides how long a rank may
+take: `comm.timeout_seconds` before the end of the first step and in long phases, `comm.train_timeout_seconds`
+in all others. Process groups wait a little longer than the longest of these, so that the watchdog, which
+knows the stalled rank, reports first. The thread gets signals, too: the main thread may be inside C code.
 """
 
+import faulthandler
+import importlib
 import json
 import os
+import re
+import select
+import signal
 import socket
+import struct
 import sys
 import threading
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, replace
+from contextlib import suppress
+from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, NoReturn
@@ -23,34 +31,75 @@ from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[repor
 
 from config import Comm
 from errors import (
-    BAD_INPUT,
     EXIT_SAVED,
     FAILED,
-    UserError,
     end_process,
-    end_rank,
+    exit_code,
+    exit_now,
     is_reporting_rank,
     one_line,
     print_message,
 )
 from jobs.durable_files import write_durably
-from jobs.hang_report import (
-    Heartbeat,
-    find_stalled_ranks,
-    format_report,
-    format_table,
-    last_collective,
-    write_stacks,
-)
 from jobs.heartbeat import activity
+from jobs.signals import signal_socket
 
 INTERVAL = 1.0  # seconds between heartbeats
+NO_HEARTBEAT = 3.0  # seconds without one, after which a rank counts as silent
 STORE_SECONDS = 5.0  # limit for a call of the store, which blocks when a link is cut
 AFTER_LOSS_SECONDS = 4.0  # silence after which a rank counts as the cause of a broken connection
 EXPLAIN_SECONDS = 15.0  # time that a rank with a broken connection waits for the reason
+LINGER_SECONDS = 5.0  # in which the other ranks read the reason, where the store ends with rank 0
 NO_REASON = "-"
 # Words of torch's backends when the other end of a connection is gone, or takes too long.
 LOST = ("gloo", "connection", "nccl", "timed out", "process group", "store")
+
+
+@dataclass(frozen=True)
+class Heartbeat:
+    """State of a rank, which it sends once a second."""
+
+    rank: int
+    host: str = "unknown host"
+    pid: int = 0
+    step: int = -1
+    phase: str = "nothing yet"
+    seconds: float = 0.0  # since its last progress
+    limit: float = float("inf")  # seconds that it may take
+    waits: bool = False  # inside a collective: another rank delays it
+    lost: bool = False  # a connection to another rank has broken
+    silent: float = 0.0  # seconds since its last heartbeat
+
+
+def find_stalled_ranks(ranks: Sequence[Heartbeat], silence: float) -> tuple[list[Heartbeat], str] | None:
+    """Return the ranks that stop the run and the reason; None while there is none.
+
+    silence: seconds without a heartbeat after which a rank is taken for dead. A rank with a heartbeat is
+    stalled when it is over its limit and does not merely wait for a rank that is behind it.
+    """
+    if silent := [rank for rank in ranks if rank.silent > silence]:
+        longest = max(rank.silent for rank in silent)
+        return silent, f"no heartbeat for {longest:.0f} s: stopped, dead, or its host cannot be reached"
+    busy = [rank for rank in ranks if not rank.waits]
+    if not busy and any(rank.silent > NO_HEARTBEAT for rank in ranks):
+        return None  # the others wait for a silent rank, which the check above will find soon
+    candidates = busy or ranks
+    behind = [rank for rank in candidates if rank.step == min(other.step for other in candidates)]
+    late = [rank for rank in behind if rank.seconds > rank.limit]
+    if not late:
+        return None
+    reason = f"no progress for {max(rank.seconds for rank in late):.0f} s (limit {late[0].limit:.0f} s)"
+    if not busy and len(ranks) > 1:
+        reason += "; every rank waits for others, so they call different collectives: compare their stacks"
+    return late, reason
+
+
+def format_report(stalled: Sequence[Heartbeat], reason: str) -> str:
+    """Return one line: ranks, hosts, step, phase, reason."""
+    names = [f"rank {rank.rank}{rank.pid and f' ({rank.host}, pid {rank.pid})' or ''}" for rank in stalled]
+    first = stalled[0]
+    place = f"in step {first.step}, {first.phase}" if first.step > 0 else "before its first step"
+    return f"{', '.join(names[:8])}{', ...' if len(names) > 8 else ''} {place}: {reason}; all ranks end"
 
 
 def is_lost_connection(error: BaseException) -> bool:
@@ -60,7 +109,7 @@ def is_lost_connection(error: BaseException) -> bool:
 
 
 class Watchdog:
-    """Threads that watch this rank and the others, inside the context or until `stop`."""
+    """Thread that watches this rank and the others, inside the context or until `stop`."""
 
     def __init__(self, folder: Path, comm: Comm) -> None:
         """folder: the run's; stacks go to hang/ in it."""
@@ -70,21 +119,21 @@ class Watchdog:
         self.rank, self.world_size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
         self.parent, self.has_launcher = os.getppid(), "TORCHELASTIC_RUN_ID" in os.environ
         self.attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-        self.trained = self.lost = self.store_closed = self.owns_folder = self.is_asked_to_stop = False
+        self.trained = self.lost = self.owns_folder = self.is_asked_to_stop = self.is_unwritable = False
         self.comparison: dict[str, float] = {}  # of planned and measured steps, for status.json
         self.selection: Any = None  # of the run's data, for a report of memory that runs out
         self.last: dict[int, tuple[bytes, float]] = {}  # rank -> its last heartbeat, and when it changed
-        self.contact = time.monotonic()  # with the store
         self.store: Store | None = None
+        self.contact = time.monotonic()  # with the store
         self.stopped = threading.Event()
-        # A call of the store may block for ever when a link is cut: another thread watches the time.
-        loops = (self._watch, self._sync) if self.world_size > 1 else (self._watch,)
-        self.threads = [threading.Thread(target=loop, name="watchdog", daemon=True) for loop in loops]
+        self.ends = threading.Lock()  # of the thread that ends this process
+        self.end_later: tuple[float, str, int] | None = None  # time, message and code
+        self.thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
 
     def __enter__(self) -> "Watchdog":
         activity.restart()
-        for thread in self.threads:
-            thread.start()
+        self.signals = signal_socket()
+        self.thread.start()
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
@@ -93,11 +142,12 @@ class Watchdog:
         self.stop()
 
     def stop(self) -> None:
-        """Let ranks end from now on. Called before the last barrier."""
+        """Let ranks end from now on. Called after the last barrier."""
         self.stopped.set()
-        for thread in self.threads:
-            if thread.is_alive():
-                thread.join(timeout=2 * STORE_SECONDS)
+        if self.thread.is_alive():
+            if (waker := signal.set_wakeup_fd(-1)) >= 0:
+                os.write(waker, b"\0")
+            self.thread.join(timeout=2 * STORE_SECONDS)
 
     def begin(self, step: int) -> None:
         """Start to write status.json: from now on the run's folder is this run's. step: the last one."""
@@ -115,7 +165,9 @@ class Watchdog:
         try:
             write_durably(self.folder / "status.json", json.dumps(status, indent=1) + "\n")
         except OSError as error:
-            print_message(f"{self.folder}: status.json is not written: {error}")
+            if not self.is_unwritable:  # said once
+                print_message(f"{self.folder}: status.json is not written: {error}")
+            self.is_unwritable = True
 
     def step_done(self, group: dist.ProcessGroup) -> None:
         """Apply `comm.train_timeout_seconds` once all ranks have compiled, with the first step."""
@@ -125,71 +177,22 @@ class Watchdog:
 
     def heartbeat(self) -> Heartbeat:
         """Return the state of this rank."""
-        where, waits = activity.where()
-        waits, seconds = waits or self.lost, activity.seconds
         limit = activity.limit(self.short_limit if self.trained else self.long_limit, self.long_limit)
+        if self.world_size == 1 and activity.phases[-1] == "data":
+            limit = self.long_limit  # remote data are asked for again; no rank waits for this one
         if self.world_size == 1 and activity.phases == ("start",):
-            limit = float("inf")  # no rank waits while the statistics of a large archive are computed
-        call = last_collective() if waits and (self.lost or seconds > limit / 2) else ""
-        own = (self.rank, socket.gethostname(), os.getpid(), activity.step, activity.describe_phase())
-        return Heartbeat(*own, seconds, limit, where, waits, self.lost, call)
-
-    # -- the threads
-
-    def _watch(self) -> None:
-        while not self.stopped.wait(INTERVAL):
-            if self.has_launcher and os.getppid() != self.parent:
-                end_rank(FAILED)  # the launcher was killed: nothing else would end this rank
-            silent = time.monotonic() - self.contact
-            if self.world_size == 1:
-                self._judge([self.heartbeat()])
-            elif silent > self.silence(self.lost or self.store_closed):
-                where = f"rank 0's host, {os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
-                reason = f"no answer from {where} for {silent:.0f} s: link or host down, or it has ended"
-                self.end(format_report([self.heartbeat()], reason))
-
-    def _sync(self) -> None:
-        while not self.stopped.is_set():
-            try:
-                self._exchange()
-                self.contact = time.monotonic()
-            except (dist.DistError, OSError) as error:
-                self.store = None  # the next heartbeat connects again
-                # Without a launcher the store begins with rank 0: before that it is not closed.
-                self.store_closed = bool(self.last) and isinstance(error, ConnectionRefusedError)
-            self.stopped.wait(INTERVAL)
-
-    def _exchange(self) -> None:
-        """Write this rank's heartbeat. Rank 0 checks all; the others do so if rank 0 is silent."""
-        if self.store is None:
-            address = (os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
-            socket.create_connection(address, timeout=STORE_SECONDS).close()  # torch would print C++ frames
-            store = TCPStore(*address, is_master=False, timeout=timedelta(seconds=STORE_SECONDS))
-            store.compare_set(f"watchdog/{self.attempt}/shutdown", "", NO_REASON)
-            self.store = PrefixStore(f"watchdog/{self.attempt}", store)
-        mine = self.heartbeat()
-        self.store.set(f"rank/{self.rank}", json.dumps(asdict(mine)))
-        if self.rank:
-            [first] = self._read_heartbeats([0])
-            if first.silent <= max(self.silence(mine.lost or first.lost), 3 * INTERVAL):
-                return
-        self._judge(self._read_heartbeats(range(self.world_size)))
-
-    def _read_heartbeats(self, ranks: Sequence[int]) -> list[Heartbeat]:
-        """Return the last heartbeats, in one request. Ends this rank where the store has a reason."""
-        assert self.store is not None
-        for rank in ranks:
-            if rank not in self.last:
-                self.store.compare_set(f"rank/{rank}", "", json.dumps(asdict(Heartbeat(rank))))
-        reason, *texts = self.store.multi_get(["shutdown", *(f"rank/{rank}" for rank in ranks)])
-        if reason.decode() != NO_REASON:
-            self.end("", int(reason.split()[0]))
-        found, now = [], time.monotonic()
-        for rank, text in zip(ranks, texts, strict=True):
-            if self.last.get(rank, (b"", 0.0))[0] != text:
-                self.last[rank] = (text, now)
-            found.append(replace(Heartbeat(**json.loads(text)), silent=now - self.last[rank][1]))
-        return found
+            limit = float("inf")  # while the statistics of a large archive are computed
+        return Heartbeat(
+            self.rank,
+            socket.gethostname(),
+            os.getpid(),
+            activity.step,
+            activity.describe_phase(),
+            activity.seconds,
+            limit,
+            activity.waits_for_others() or self.lost,
+            self.lost,
+        )
 
     def silence(self, is_lost: bool = False) -> float:
         """Return the seconds without a heartbeat after which a rank is taken for dead.
@@ -201,64 +204,141 @@ class Watchdog:
             limit = min(limit, EXPLAIN_SECONDS)
         return min(limit, AFTER_LOSS_SECONDS) if is_lost else limit
 
+    # -- the thread
+
+    def _watch(self) -> None:
+        while not self.stopped.is_set():
+            if self.has_launcher and os.getppid() != self.parent:
+                exit_now(FAILED)  # the launcher was killed: nothing else would end this rank
+            try:
+                self.exchange()
+                self.contact = time.monotonic()
+            except (dist.DistError, OSError) as error:
+                self.store = None  # the next heartbeat connects again
+                # Without a launcher the store begins with rank 0: before that it is not closed.
+                closed = bool(self.last) and isinstance(error, ConnectionRefusedError)
+                silent = time.monotonic() - self.contact
+                if silent > self.silence(self.lost or closed):
+                    where = f"rank 0's host, {os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+                    reason = f"for {silent:.0f} s: link or host down, or rank 0 has ended"
+                    self.end(
+                        f"no answer from {where}, {reason}; rank {self.rank} ends in step {activity.step}"
+                    )
+            if self.end_later and time.monotonic() > self.end_later[0]:
+                self.end(*self.end_later[1:])
+            if select.select([self.signals], [], [], INTERVAL)[0]:
+                for number in filter(None, self.signals.recv(64)):
+                    handler = signal.getsignal(number)
+                    if callable(handler):
+                        handler(number, None)
+
+    def exchange(self) -> None:
+        """Write this rank's heartbeat, and end this rank where the store has a reason. Rank 0 reads those of
+        all ranks, the others rank 0's. Raises DistError or OSError where the store does not answer.
+        """
+        mine = self.heartbeat()
+        if self.world_size == 1:
+            return self._judge([mine])
+        if self.store is None:
+            address = (os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
+            socket.create_connection(address, timeout=STORE_SECONDS).close()  # torch would print C++ frames
+            store = TCPStore(*address, is_master=False, timeout=timedelta(seconds=STORE_SECONDS))
+            # Its time-out counts for waiting alone: an answer that never comes would block for ever.
+            if descriptor := re.search(r"client=.*?fd=(\d+)", repr(store)):
+                with socket.socket(fileno=os.dup(int(descriptor[1]))) as connection:
+                    seconds = struct.pack("ll", int(STORE_SECONDS), 0)
+                    connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, seconds)
+                    connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, seconds)
+            store.compare_set(f"watchdog/{self.attempt}/shutdown", "", NO_REASON)
+            self.store = PrefixStore(f"watchdog/{self.attempt}", store)
+        self.store.set(f"rank/{self.rank}", json.dumps(asdict(mine)))
+        ranks = [0] if self.rank else range(self.world_size)
+        for rank in ranks:
+            if rank not in self.last:  # a key that is not there would be waited for
+                self.store.compare_set(f"rank/{rank}", "", json.dumps(asdict(Heartbeat(rank))))
+        reason, *texts = self.store.multi_get(["shutdown", *(f"rank/{rank}" for rank in ranks)])
+        if reason.decode() != NO_REASON:
+            self.end("", int(reason.split()[0]))
+        heartbeats, now = [], time.monotonic()
+        for rank, text in zip(ranks, texts, strict=True):
+            if self.last.get(rank, (b"", 0.0))[0] != text:
+                self.last[rank] = (text, now)
+            heartbeats.append(replace(Heartbeat(**json.loads(text)), silent=now - self.last[rank][1]))
+        if self.rank == 0:
+            self._judge(heartbeats)
+        elif heartbeats[0].silent > max(self.silence(mine.lost or heartbeats[0].lost), NO_HEARTBEAT):
+            self._judge(heartbeats)
+
     def _judge(self, ranks: list[Heartbeat]) -> None:
-        if found := find_stalled_ranks(ranks, self.silence(any(each.lost for each in ranks))):
-            lines = [f"{format_report(*found)}; all ranks end", format_table(ranks)]
-            self.end("\n".join([*lines, f"  stacks: {self.folder / 'hang'}"]))
+        if stalled := find_stalled_ranks(ranks, self.silence(any(rank.lost for rank in ranks) or self.lost)):
+            self.end(f"{format_report(*stalled)}; stacks: {self.folder / 'hang'}")
 
     # -- the end
 
     def end(self, message: str, code: int = FAILED) -> NoReturn:
         """End this rank and all others. If several ranks have a message, only the first is reported.
 
-        Where a thread of the watchdog calls it, the main thread may hang: its stack is written.
+        Where the thread of the watchdog calls it, the main thread may hang: its stack is written.
         """
-        is_first = bool(message) and self._is_first(code)
-        is_main_thread = threading.current_thread() is threading.main_thread()
-        if is_first:
+        if not self.ends.acquire(blocking=False):
+            time.sleep(2 * EXPLAIN_SECONDS)  # the other thread of this rank ends the process
+        if message and self._is_first(code):
             print_message(message)
             self.write_status(code, message)
-        if code == FAILED and not is_main_thread:
-            try:
-                write_stacks(self.folder / "hang", self.rank)
-            except OSError as error:
-                print_message(f"{self.folder}: no stacks written: {error}")
-        if self.world_size == 1 and is_main_thread:
-            end_process(code)
-        if self.store is None and code == EXIT_SAVED:
-            os._exit(code)  # not 0, which a launcher would take for the end of this rank alone
-        if is_first and self.store and not self.has_launcher:
-            time.sleep(2 * INTERVAL)  # the store may be this process: the others have to read it first
-        end_rank(code)
+        if code == FAILED and threading.current_thread() is self.thread:
+            self._write_stacks()
+        # Without a launcher the store is this process or rank 0's, which waits until all have the reason.
+        if self.store and not self.has_launcher:
+            with suppress(dist.DistError):
+                deadline, number = (
+                    time.monotonic() + LINGER_SECONDS,
+                    self.store.add("left", int(self.rank > 0)),
+                )
+                while self.rank == 0 and number < self.world_size - 1 and time.monotonic() < deadline:
+                    time.sleep(0.1)
+                    number = self.store.add("left", 0)
+        if self.store is None and code == EXIT_SAVED and self.world_size > 1:
+            exit_now(code)  # not 0, which a launcher would take for the end of this rank alone
+        end_process(code)
 
     def _is_first(self, code: int) -> bool:
-        """Return True where this rank sets the shutdown reason; without a store, on one rank of each host."""
-        # The call creates a marker file, so that the launcher prints only details.
-        is_first_of_host, reason = is_reporting_rank(), f"{code} {self.rank}"
+        """Return True on the one rank that reports: it sets the shutdown reason, or is the first of its host
+        where the store does not answer.
+        """
+        reason = f"{code} {self.rank}"
         # Without its host a store may never answer.
-        if self.store is None or time.monotonic() - self.contact > STORE_SECONDS:
-            return is_first_of_host
+        if self.store and time.monotonic() - self.contact < STORE_SECONDS:
+            with suppress(dist.DistError):  # it has ended with rank 0
+                if self.store.compare_set("shutdown", NO_REASON, reason).decode() != reason:
+                    return False
+        return is_reporting_rank()
+
+    def _write_stacks(self) -> None:
+        """Write the stacks of all threads, and what NCCL's flight recorder has, for torchfrtrace."""
+        c10d, folder = importlib.import_module("torch._C._distributed_c10d"), self.folder / "hang"
         try:
-            return self.store.compare_set("shutdown", NO_REASON, reason).decode() == reason
-        except dist.DistError as error:
-            print_message(f"the other hosts do not get the reason: {error}")
-            return is_first_of_host
+            folder.mkdir(parents=True, exist_ok=True)
+            with (folder / f"rank-{self.rank}.txt").open("w") as file:
+                faulthandler.dump_traceback(file, all_threads=True)
+            if dump := getattr(c10d, "_dump_nccl_trace", None):  # in builds for CUDA
+                (folder / f"nccl_{self.rank}").write_bytes(dump())
+        except OSError as error:
+            print_message(f"{self.folder}: no stacks written: {error}")
 
     def end_with(self, error: Exception) -> None:
         """End this rank and all others with an exception of the main thread. A single rank returns.
 
         A broken connection is caused by another rank, which the shutdown reason names.
         """
-        text = one_line(error)
+        text, code = one_line(error), exit_code(error)
         message = text or f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
-        code = BAD_INPUT if isinstance(error, UserError) else FAILED
         if self.world_size == 1:
             self.write_status(code, message)
         elif not text:
             if is_lost_connection(error):
                 self.lost = True
-                time.sleep(EXPLAIN_SECONDS)  # a thread ends the process as soon as there is a reason
+                time.sleep(EXPLAIN_SECONDS)  # the thread ends the process as soon as there is a reason
             sys.excepthook(type(error), error, error.__traceback__)  # which hides secrets
-            self.end(f"{format_report([self.heartbeat()], message)}; all ranks end")
+            self.end(format_report([self.heartbeat()], message))
         elif not self.stopped.is_set():
             self.end(text, code)

@@ -3,6 +3,7 @@
 import os
 import shutil
 import signal
+import sys
 import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -18,6 +19,7 @@ import torch
 import torch.distributed as dist
 import xarray as xr
 
+import errors
 from datasets.archive import Archive, open_archive
 from datasets.convert import read_attributes
 from errors import STOP_SIGNALS
@@ -26,6 +28,8 @@ from tests.distributed import Ranks
 from tests.sample_archives import analyses, weatherbench
 from tests.started_jobs import ROOT, Job
 
+signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored by what runs in the background
+errors.exit_now = sys.exit  # programs that a test calls in its own process
 HANDLERS = {number: signal.getsignal(number) for number in STOP_SIGNALS}
 
 
@@ -87,6 +91,7 @@ def start_job() -> Iterator[Callable[..., Job]]:
 def no_group_is_left() -> Iterator[None]:
     """A run inside a test would leave its process group and its signal handlers to the next test."""
     yield
+    signal.set_wakeup_fd(-1)
     for number, handler in HANDLERS.items():
         signal.signal(number, handler)
     if dist.is_initialized():

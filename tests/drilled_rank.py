@@ -5,7 +5,9 @@ python -m jobs.torchrun --nproc-per-node 2 tests/drilled_rank.py <misfortune> --
 
 import os
 import resource
+import signal
 import sys
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -13,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 import train
+from jobs.signals import end_at_signals
 
 STEP = 7  # in which it happens; memory runs out in the first, which takes what later ones have already
 MEMORY = 64 * 2**20  # bytes more than before the first step
@@ -38,6 +41,17 @@ def call_another_collective(model: Any) -> None:
     dist.all_reduce(torch.ones(5))
 
 
+def end_in_last_plots(number: signal.Signals) -> None:
+    """Send rank 0 a signal while it draws the last plots, for which the others wait in a barrier."""
+
+    def validate(*_: Any, is_last: bool = False, **__: Any) -> None:
+        if is_last and dist.get_rank() == 0:
+            os.kill(os.getpid(), number)
+            time.sleep(60)
+
+    train.Validator.validate = validate
+
+
 FAULTS: dict[str, Callable[[Any], None]] = {
     "flip_a_bit": flip_a_bit,
     "run_out_of_memory": run_out_of_memory,
@@ -46,7 +60,12 @@ FAULTS: dict[str, Callable[[Any], None]] = {
 
 
 def main() -> None:
-    cause_fault = FAULTS[sys.argv.pop(1)]
+    end_at_signals(trains=True)
+    fault = sys.argv.pop(1)
+    if fault.startswith("SIG"):
+        end_in_last_plots(signal.Signals[fault])
+        return train.main()
+    cause_fault = FAULTS[fault]
     plain = train.train_step
 
     def train_step(run: Any, step: int, batches: Any) -> Any:

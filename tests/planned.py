@@ -13,6 +13,7 @@ from unittest.mock import patch
 import torch.distributed as dist
 import xarray as xr
 
+import errors
 import forecast
 import plan
 from tests.started_jobs import ROOT, records
@@ -45,6 +46,7 @@ def run_main(main: Callable[[], None], *words: str) -> Ended:
         no_group_left(),
         contextlib.chdir(ROOT),
         patch.dict(os.environ),
+        patch.object(errors, "exit_now", sys.exit),
         patch.object(sys, "argv", [f"{main.__module__}.py", *words]),
         contextlib.redirect_stdout(out),
         contextlib.redirect_stderr(err),

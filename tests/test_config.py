@@ -233,13 +233,18 @@ def test_more_ranks_than_gpus(capsys: pytest.CaptureFixture[str], monkeypatch: p
     assert "NGPU = 2: this machine has 1 GPU(s)" in refusal(["--job.config_file=good.toml"], capsys)
 
 
-def test_ranks_that_are_not_first_say_nothing(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+def test_one_rank_of_a_host_reports_without_a_launcher(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setenv("LOCAL_RANK", "1")
-    with pytest.raises(SystemExit) as end:
-        start_checks.main(["--training.stepz=3"])
-    assert end.value.code == 2 and capsys.readouterr() == ("", "")
+    """The first to find it: an error on rank 1 alone was reported nowhere."""
+    monkeypatch.setenv("MASTER_PORT", str(os.getpid()))
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    for rank in ("1", "0"):
+        monkeypatch.setenv("RANK", rank)
+        with pytest.raises(SystemExit) as end:
+            start_checks.main(["--training.stepz=3"])
+        assert end.value.code == 2
+    assert capsys.readouterr().err.count("rossby: ") == 1
 
 
 def test_a_tilde_is_the_home_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

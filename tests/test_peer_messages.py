@@ -14,7 +14,7 @@ from torch.distributed import distributed_c10d
 from torch.distributed.checkpoint.metadata import MetadataIndex
 
 from errors import DataError
-from jobs.hang_report import Heartbeat
+from jobs.watchdog import Heartbeat
 from parallelisms.peer_messages import use_plain_messages
 
 

@@ -5,13 +5,13 @@ import os
 import signal
 import time
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
+import torch.distributed as dist
 
 from checkpoints.checkpointer import Checkpointer
 from checkpoints.files import complete_steps
-from config import wall_time_seconds
+from config import Comm, wall_time_seconds
 from errors import EXIT_SAVED, STOP_SIGNALS, ConfigError
 from jobs.heartbeat import activity, span
 from jobs.preemption import Agreement, started_at
@@ -35,9 +35,7 @@ def test_wall_time_of_another_form_is_one_line(text):
 
 def boundaries_with_a_signal() -> list[str]:
     """Rank 1 is told to stop in its third step: what each rank decides at each boundary."""
-    import torch.distributed as dist
-
-    agreement, decided = Agreement("", cpu_group(), SimpleNamespace()), []
+    agreement, decided = Agreement("", cpu_group(), Watchdog(Path(), Comm())), []
     with agreement:
         for step in range(1, 7):
             if step == 3 and dist.get_rank() == 1:
@@ -55,7 +53,9 @@ def test_all_ranks_stop_at_the_same_step(ranks):
 
 def test_max_wall_time_leaves_room_for_a_save(one_rank, monkeypatch):
     monkeypatch.setenv("ROSSBY_STARTED", str(time.time() - 3600))
-    agreement = Agreement("1:02:00", cpu_group(), None)  # two minutes are left, of which one is the margin
+    agreement = Agreement(
+        "1:02:00", cpu_group(), Watchdog(Path(), Comm())
+    )  # two minutes are left, of which one is the margin
     with agreement:
         assert not agreement.decide(seconds=50.0)
         assert agreement.decide(seconds=70.0) == "training.max_wall_time = 1:02:00"
@@ -64,7 +64,9 @@ def test_max_wall_time_leaves_room_for_a_save(one_rank, monkeypatch):
 def test_a_long_validation_does_not_count_as_a_step(one_rank, monkeypatch):
     """It made every later step look as long, so that a job ended far before its time."""
     monkeypatch.setenv("ROSSBY_STARTED", str(time.time() - 3600))
-    agreement = Agreement("1:01:10", cpu_group(), None)  # 70 s are left, of which 60 are the margin
+    agreement = Agreement(
+        "1:01:10", cpu_group(), Watchdog(Path(), Comm())
+    )  # 70 s are left, of which 60 are the margin
     with agreement:
         for step in range(4):
             activity.start_phase("train", step)
@@ -168,6 +170,8 @@ def test_a_second_ctrl_c_ends_all_ranks_at_once(start_job, tmp_path):
     time.sleep(1)
     assert not [pid for pid in ranks.values() if is_running(pid)]
     assert not complete_steps(run / "checkpoints")
+    status = json.loads((run / "status.json").read_text())
+    assert status["exit_code"] == 130 and "interrupted again" in status["message"]
 
 
 @pytest.mark.slow

@@ -152,7 +152,8 @@ def test_a_store_that_does_not_answer_is_one_line(monkeypatch):
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         endpoint = f"endpoint_url=http://127.0.0.1:{free.getsockname()[1]}"
-    assert "cannot read 's3://bucket/wb.zarr'" in first_error(URL, "anon=true", endpoint)
+    line = first_error(URL, "anon=true", endpoint)
+    assert "cannot read 's3://bucket/wb.zarr'" in line and "is there a network?" in line
 
 
 def test_a_store_that_ends_during_a_run_is_one_line(server, monkeypatch):

@@ -55,7 +55,9 @@ def test_an_error_takes_the_place_of_a_bar() -> None:
     program = """
 import sys
 from tqdm import tqdm
+import errors
 from errors import RunFailed, one_line_errors
+errors.exit_now = sys.exit
 bar = tqdm(total=9)
 try:
     with one_line_errors():

@@ -10,7 +10,8 @@ the run's plots/, or next to the file. docs/profiling.md explains it. Exit codes
 import sys
 from pathlib import Path
 
-from errors import ConfigError, DataError, end_when_interrupted, one_line_errors
+from errors import ConfigError, DataError, one_line_errors
+from jobs.signals import end_at_signals
 from traces.advice import advice
 from traces.events import find_traces, read_trace
 from traces.plots import plot_breakdown
@@ -28,7 +29,7 @@ def main(argv: list[str]) -> None:
     if {"--help", "-h"} & set(argv):
         print(__doc__)
         return
-    end_when_interrupted()
+    end_at_signals()
     with one_line_errors():
         if len(argv) != 1 or argv[0].startswith("-"):
             raise ConfigError(f"inspect_trace {' '.join(argv)}: name a run's folder, or a trace")

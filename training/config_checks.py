@@ -1,13 +1,14 @@
-"""Check combinations of settings before any rank starts, without importing torch.
+"""Refuse combinations of settings that cannot work, before any rank starts and without importing torch.
 
-Each refusal is one line: key, value, reason, fix. Settings of one technique are checked in its own folder.
+Each refusal is one line: key, value, reason, fix. What a model, the data or a layout cannot do is checked in
+their folders, and what depends on the values of the data when these are opened.
 """
 
 from command_line import load_config
-from config import Config, Profiling, Training, Validation, wall_time_seconds
+from config import Config, wall_time_seconds
 from datasets.channels import Channels
 from datasets.options import check_data, parse_period
-from errors import nearest, refuse
+from errors import nearest, require
 from models.registry import check_model
 from parallelisms.degrees import check_layout
 from training.losses.quantities import QUANTITIES, shifted_variable, terms_of
@@ -24,159 +25,119 @@ def load_checked(argv: list[str]) -> Config:
 
 
 def check(config: Config) -> None:
-    """Raise ConfigError for a combination that cannot work; the data themselves are checked when opened."""
-    if "://" in config.job.dump_folder:
-        reason = "a run writes into a local folder; name one, and copy it there afterwards"
-        refuse("job.dump_folder", config.job.dump_folder, reason)
+    """Raise ConfigError for the first combination that cannot work."""
+    reason = "a run writes into a local folder; name one, and copy it there afterwards"
+    require("://" not in config.job.dump_folder, "job.dump_folder", config.job.dump_folder, reason)
     check_model(config)
     check_data(config.data)
-    _check_training(config)
-    _check_rollouts(config.training)
-    _check_optimizer(config)
+    check_loss(config)
+    check_conserved(config)
+
+    # -- rollouts and optimizer
+    training, lengths = config.training, list(config.training.rollout_steps)
+    require(lengths, "training.rollout_steps", lengths, "name how many, [1] for the next state alone")
+    reason = f"{len(lengths)} stages of {training.steps} steps; name fewer, or raise training.steps"
+    require(len(lengths) <= training.steps, "training.rollout_steps", lengths, reason)
+    wall_time_seconds(training.max_wall_time)
+    is_muon_on_host = config.optimizer.name == "Muon" and config.parallelism.cpu_offload
+    reason = "would multiply whole matrices on the host; set parallelism.cpu_offload to false"
+    require(not is_muon_on_host, "optimizer.name", "Muon", reason)
+
     check_layout(config)
-    _check_validation(config.validation, config.data.step_hours)
-    _check_profiling(config.profiling)
-    _check_best(config)
-    _check_forecast(config)
+
+    # -- validation, and the score that selects the best checkpoint
+    validation, step_hours = config.validation, config.data.step_hours
+    leads, best = list(validation.lead_hours), config.checkpoint.keep_best
+    reason = "name one lead time, or set validation.enable to false"
+    require(leads or not validation.enable, "validation.lead_hours", leads, reason)
+    for hours in leads:
+        reason = f"not a multiple of data.step_hours = {step_hours}"
+        require(hours % step_hours == 0, "validation.lead_hours", hours, reason)
+        require(
+            leads.count(hours) == 1, "validation.lead_hours", leads, f"{hours} is listed twice; name it once"
+        )
+    if best:
+        is_scored = config.checkpoint.enable and validation.enable and validation.interval
+        reason = "needs checkpoint.enable, validation.enable and a validation.interval above 0"
+        require(is_scored, "checkpoint.keep_best", best, reason)
+        first, *later = sorted(leads)
+        suffixes = ["", *(f"@{hours}h" for hours in later)]
+        kinds = ("rmse", "crps") if training.loss == "crps" else ("rmse",)
+        names = [f"{name}{suffix}" for name in Channels.of(config.data).predicted for suffix in suffixes]
+        scores = [f"val/{kind}/{name}" for kind in kinds for name in names]
+        reason = f"no such score ({first} h has no suffix); {nearest(best, scores)}"
+        require(best in ("val/loss", *scores), "checkpoint.keep_best", best, reason)
+
+    # -- traces: the step before one, which the profiler discards, has to fit between two of them
+    profiling = config.profiling
+    reason = f"a trace of {profiling.profile_steps} steps needs one more before it; set it to "
+    reason += f"{profiling.profile_steps + 1} or more"
+    has_room = profiling.profile_freq > profiling.profile_steps or not profiling.enable_profiling
+    require(has_room, "profiling.profile_freq", profiling.profile_freq, reason)
+
+    # -- forecasts
+    forecast, data = config.forecast, config.data
+    reason = "data.boundary_width needs the data of later dates; set it to false"
+    is_known = not (forecast.persist_forcings and data.boundary_width)
+    require(is_known, "forecast.persist_forcings", True, reason)
+    parse_period("forecast.period", forecast.period)
+    reason = "members of a model without noise are all the same; set it to 1"
+    differ = forecast.num_members == 1 or config.model.noise_dim
+    require(differ, "forecast.num_members", forecast.num_members, reason)
+    reason = "needs a first date to count from; set forecast.period"
+    has_start = forecast.period or data.validation_period or data.test_period or not forecast.interval_hours
+    require(has_start, "forecast.interval_hours", forecast.interval_hours, reason)
 
 
-def _check_profiling(profiling: Profiling) -> None:
-    """Check that the step before a trace, which the profiler discards, fits between two traces."""
-    freq, steps = profiling.profile_freq, profiling.profile_steps
-    if profiling.enable_profiling and freq <= steps:
-        reason = f"a trace of {steps} steps needs one more before it; set it to {steps + 1} or more"
-        refuse("profiling.profile_freq", freq, reason)
+def check_loss(config: Config) -> None:
+    """Check weights of variables, settings that the loss does not use, and that members, noise and an
+    ensemble loss are all set, or none of them.
+    """
+    training, weights = config.training, list(config.training.variable_weights)
+    predicted, key = Channels.of(config.data).predicted, "training.variable_weights"
+    reason = f"{len(predicted)} variables are predicted; give one weight each"
+    require(not weights or len(weights) == len(predicted), key, weights, reason)
+    require(not weights or any(weights), key, weights, "one of them must be above 0")
+    reason = f"too small for float32; raise all by one factor, to {SMALLEST_WEIGHT} or more, or write 0"
+    require(not any(0 < weight < SMALLEST_WEIGHT for weight in weights), key, weights, reason)
+    reason = 'training.loss = "relative_l2" has no weights; leave this out'
+    has_weights = training.loss != "relative_l2"
+    require(has_weights or not weights, key, weights, reason)
+    by_change = training.weight_by_change
+    require(has_weights or not by_change, "training.weight_by_change", by_change, reason)
+
+    members, noise, validated = training.members, config.model.noise_dim, config.validation.members
+    if training.loss != "crps":
+        reason = f'is for training.loss = "crps", and that is "{training.loss}"; set this to'
+        require(members == 1, "training.members", members, f"{reason} 1")
+        require(not noise, "model.noise_dim", noise, f"{reason} 0")
+        require(not validated, "validation.members", validated, f"{reason} 0")
+        return
+    reason = 'training.loss = "crps" is that of an ensemble; set this to 2 or more'
+    require(members > 1, "training.members", members, reason)
+    reason = "the members of an ensemble would be all the same; set it to 2 or more"
+    require(noise, "model.noise_dim", noise, reason)
+    reason = "no ensemble; set it to 2 or more, or to 0 for training.members"
+    require(validated != 1, "validation.members", validated, reason)
 
 
-def _check_training(config: Config) -> None:
-    channels, weights = Channels.of(config.data), config.training.variable_weights
-    variables = channels.predicted
-    if weights and len(weights) != len(variables):
-        reason = f"{len(variables)} variables are predicted; give one weight each"
-        refuse("training.variable_weights", list(weights), reason)
-    if weights and not any(weights):
-        refuse("training.variable_weights", list(weights), "one of them must be above 0")
-    if any(0 < weight < SMALLEST_WEIGHT for weight in weights):
-        reason = f"too small for float32; raise all by one factor, to {SMALLEST_WEIGHT} or more, or write 0"
-        refuse("training.variable_weights", list(weights), reason)
-    _check_loss(config.training)
-    _check_conserved(config, list(channels.prognostic))
-    _check_ensemble(config)
-    wall_time_seconds(config.training.max_wall_time)
-
-
-def _check_loss(training: Training) -> None:
-    """Refuse settings that the loss does not use."""
-    weights = {
-        "variable_weights": list(training.variable_weights),
-        "weight_by_change": training.weight_by_change,
-    }
-    for key, value in weights.items():
-        if value and training.loss == "relative_l2":
-            reason = 'training.loss = "relative_l2" has no weights; leave this out'
-            refuse(f"training.{key}", value, reason)
-
-
-def _check_conserved(config: Config, variables: list[str]) -> None:
+def check_conserved(config: Config) -> None:
     """Check the quantities in model.conserve."""
-    quantities = config.model.conserve
+    quantities, variables = config.model.conserve, list(Channels.of(config.data).prognostic)
     for quantity in quantities:
-        if quantity not in (*QUANTITIES, *variables):
-            hint = nearest(quantity, [*QUANTITIES, *variables])
-            refuse("model.conserve", quantity, f"no such quantity; {hint}")
-        if not terms_of(quantity, variables):
-            reason = "needs specific_humidity on two levels or more; add them, or take this out"
-            refuse("model.conserve", quantity, reason)
-        if lacking := [name for name in terms_of(quantity, variables) if name not in variables]:
-            reason = f"needs {lacking[0]}, which is not in data.variables; add it, or take this out"
-            refuse("model.conserve", quantity, reason)
+        known = [*QUANTITIES, *variables]
+        reason = f"no such quantity; {nearest(quantity, known)}"
+        require(quantity in known, "model.conserve", quantity, reason)
+        terms = terms_of(quantity, variables)
+        reason = "needs specific_humidity on two levels or more; add them, or take this out"
+        require(terms, "model.conserve", quantity, reason)
+        lacking = [name for name in terms if name not in variables]
+        reason = f"needs {', '.join(lacking[:1])}, which is not in data.variables; add it, or take this out"
+        require(not lacking, "model.conserve", quantity, reason)
     shifted = [shifted_variable(quantity, variables) for quantity in quantities]
     for quantity, variable in zip(quantities, shifted, strict=True):
-        if shifted.count(variable) > 1:
-            reason = f"another quantity also shifts {variable}; take one out"
-            refuse("model.conserve", quantity, reason)
-    if quantities and config.model.predict != "change":
-        reason = 'needs the change over a step as output; set model.predict to "change"'
-        refuse("model.conserve", list(quantities), reason)
-
-
-def _check_ensemble(config: Config) -> None:
-    """Check that members, noise and an ensemble loss are all set, or none of them."""
-    training, noise, validated = config.training, config.model.noise_dim, config.validation.members
-    if training.loss != "crps":
-        fix = f'is for training.loss = "crps", and that is "{training.loss}"; set this to'
-        if training.members > 1:
-            refuse("training.members", training.members, f"{fix} 1")
-        if noise:
-            refuse("model.noise_dim", noise, f"{fix} 0")
-        if validated:
-            refuse("validation.members", validated, f"{fix} 0")
-        return
-    if training.members == 1:
-        refuse("training.members", 1, 'training.loss = "crps" is that of an ensemble; set this to 2 or more')
-    if not noise:
-        refuse("model.noise_dim", 0, "the members of an ensemble would be all the same; set it to 2 or more")
-    if validated == 1:
-        refuse("validation.members", 1, "no ensemble; set it to 2 or more, or to 0 for training.members")
-
-
-def _check_rollouts(training: Training) -> None:
-    lengths = list(training.rollout_steps)
-    if not lengths:
-        refuse("training.rollout_steps", lengths, "name how many, [1] for the next state alone")
-    if len(lengths) > training.steps:
-        reason = f"{len(lengths)} stages of {training.steps} steps; name fewer, or raise training.steps"
-        refuse("training.rollout_steps", lengths, reason)
-
-
-def _check_optimizer(config: Config) -> None:
-    """Refuse Muon on the host."""
-    if config.optimizer.name == "Muon" and config.parallelism.cpu_offload:
-        reason = "would multiply whole matrices on the host; set parallelism.cpu_offload to false"
-        refuse("optimizer.name", "Muon", reason)
-
-
-def _check_validation(validation: Validation, step_hours: int) -> None:
-    leads = list(validation.lead_hours)
-    if validation.enable and not leads:
-        refuse("validation.lead_hours", leads, "name one lead time, or set validation.enable to false")
-    for hours in leads:
-        if hours % step_hours:
-            refuse("validation.lead_hours", hours, f"not a multiple of data.step_hours = {step_hours}")
-        if leads.count(hours) > 1:
-            refuse("validation.lead_hours", leads, f"{hours} is listed twice; name it once")
-
-
-def _check_best(config: Config) -> None:
-    """Check the score that selects the best checkpoint."""
-    name, validation = config.checkpoint.keep_best, config.validation
-    if not name:
-        return
-    if not (config.checkpoint.enable and validation.enable and validation.interval):
-        reason = "needs checkpoint.enable, validation.enable and a validation.interval above 0"
-        refuse("checkpoint.keep_best", name, reason)
-    first, *later = sorted(config.validation.lead_hours)
-    suffixes = ["", *(f"@{hours}h" for hours in later)]
-    kinds = ("rmse", "crps") if config.training.loss == "crps" else ("rmse",)
-    ends = [f"{v}{suffix}" for v in Channels.of(config.data).predicted for suffix in suffixes]
-    scores = [f"val/{kind}/{end}" for kind in kinds for end in ends]
-    if name not in ("val/loss", *scores):
-        refuse(
-            "checkpoint.keep_best", name, f"no such score ({first} h has no suffix); {nearest(name, scores)}"
-        )
-
-
-def _check_forecast(config: Config) -> None:
-    forecast = config.forecast
-    if forecast.persist_forcings and config.data.boundary_width:
-        reason = "data.boundary_width needs the data of later dates; set it to false"
-        refuse("forecast.persist_forcings", True, reason)
-    parse_period("forecast.period", forecast.period)
-    if forecast.num_members > 1 and not config.model.noise_dim:
-        reason = "members of a model without noise are all the same; set it to 1"
-        refuse("forecast.num_members", forecast.num_members, reason)
-    if forecast.interval_hours and not (
-        forecast.period or config.data.validation_period or config.data.test_period
-    ):
-        reason = "needs a first date to count from; set forecast.period"
-        refuse("forecast.interval_hours", forecast.interval_hours, reason)
+        reason = f"another quantity also shifts {variable}; take one out"
+        require(shifted.count(variable) == 1, "model.conserve", quantity, reason)
+    reason = 'needs the change over a step as output; set model.predict to "change"'
+    is_change = not quantities or config.model.predict == "change"
+    require(is_change, "model.conserve", list(quantities), reason)

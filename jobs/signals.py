@@ -1,0 +1,74 @@
+"""Signals that ask a program to end, handled from its first line on: imported before anything heavy is.
+
+run_train.sh and jobs/torchrun.py start programs with these signals blocked, so that none comes before its
+handler: `handle_stop_signals` unblocks them.
+"""
+
+import os
+import signal
+import socket
+import threading
+from collections.abc import Sequence
+from typing import Any
+
+from errors import (
+    EXIT_SAVED,
+    FAILED,
+    INTERRUPTED,
+    SIGNALLED,
+    STOP_SIGNALS,
+    attempt_folder,
+    exit_now,
+    is_reporting_rank,
+)
+
+
+def handle_stop_signals(handler: Any, numbers: Sequence[int] = STOP_SIGNALS) -> None:
+    """Set the handler (or SIG_IGN) of signals that ask a program to end, and unblock them."""
+    for number in numbers:
+        signal.signal(number, handler)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
+
+
+def end_at_signals(trains: bool = False) -> None:
+    """End this process with one line at Ctrl-C, and one that trains at all signals that ask it to end, until
+    the run handles them itself.
+    """
+    has_ended = threading.Lock()
+
+    def end(number: int, _: object) -> None:
+        if not has_ended.acquire(blocking=False):
+            return  # another signal, or another thread
+        text, code = describe_early_end(number) if trains else ("interrupted", INTERRUPTED)
+        if is_of_torchelastic(number):
+            exit_now(FAILED)
+        if is_reporting_rank():
+            os.write(2, f"rossby: {text}\n".encode())  # print fails where the signal interrupted a print
+        exit_now(code)
+
+    handle_stop_signals(end, STOP_SIGNALS if trains else [n for n in STOP_SIGNALS if n == signal.SIGINT])
+
+
+def describe_early_end(number: int) -> tuple[str, int]:
+    """Return the last line and the exit code of a run that a signal ends before its first step."""
+    code = INTERRUPTED if number == signal.SIGINT else EXIT_SAVED
+    name = signal.Signals(number).name
+    return f"{name}: before the first step, with nothing to save (code {code})", code
+
+
+def is_of_torchelastic(number: int) -> bool:
+    """Return True for a SIGTERM that the launcher has not forwarded: torchelastic sends it to all ranks when
+    one of them has failed, which is reported elsewhere.
+    """
+    folder = attempt_folder()
+    return number == signal.SIGTERM and folder is not None and not (folder / SIGNALLED).exists()
+
+
+def signal_socket() -> socket.socket:
+    """Return a socket that gets the number of each handled signal as a byte, at once: a handler of Python
+    waits until the main thread leaves C code, such as a collective. A byte 0 sent to `peer` wakes the reader.
+    """
+    reader, writer = socket.socketpair()
+    writer.setblocking(False)
+    signal.set_wakeup_fd(writer.detach(), warn_on_full_buffer=False)
+    return reader
