@@ -5,7 +5,8 @@
 
 --cluster NAME        a machine of planning/clusters.toml and how many of its devices: a100x64, h100x8, cpu2
 --clusters FILE       your own machines, in the same form; may be repeated
---layout auto         search all layouts, modes of checkpointing and micro-batches; print the ten best
+--layout auto         search layouts (pipelines by 1F1B and without context parallelism, the configured
+                      method of it), modes of checkpointing and micro-batches; print the ten best
 --anchor RUN          the folder of a run on this kind of machine: its measured steps correct the planned
                       times of layouts of the same kind. Without it, the newest such run in outputs/;
                       "none": no run

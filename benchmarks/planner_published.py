@@ -24,7 +24,7 @@ from config import Model
 from parallelisms.degrees import Degrees
 from planning.architecture import ROW, Architecture, Shapes, architecture_of, cut, padded
 from planning.clusters import Cluster, Device, load_cluster
-from planning.constants import FLOAT8_BANDWIDTH, FLOAT8_CAST, FLOAT8_TRANSPOSE, GIB, PASSES
+from planning.constants import ALLOCATOR_SLACK, FLOAT8_BANDWIDTH, FLOAT8_CAST, FLOAT8_TRANSPOSE, GIB, PASSES
 from planning.known_runs import ANCHORED, BANDS, Band, layout_kind
 from planning.memory import memory, unit_bytes
 from planning.network import route, seconds
@@ -88,7 +88,6 @@ LISTS = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="ut
 PYTORCH, VIT = ", PyTorch", "vision transformer"  # Rossby's plans are judged by the first, of their layout
 # What torch's allocator reserves over what it gives out: 15 % of eight language models on an A100 with 80 GB
 # (GMLake, arxiv.org/abs/2401.08156).
-ALLOCATOR_SLACK = 0.15
 FEWEST, WIDEST = 5, 1.6  # runs of a kind that has a band, and its ends' ratio
 
 

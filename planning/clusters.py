@@ -204,6 +204,8 @@ def all_machines(files: Iterable[str | Path] = ()) -> dict[str, Table]:
             if missing := [key for key in KEYS if key not in tables[machine] and key not in OPTIONAL]:
                 fix = f"add {', '.join(missing)}, or like = the machine that has the same"
                 raise ConfigError(f"{where}: [{machine}] is not complete; {fix}")
+            if len({bool(tables[machine].get(f"hopper_{way}")) for way in ("forward", "backward")}) > 1:
+                raise ConfigError(f"{where}: [{machine}]: give both of hopper_forward and hopper_backward")
     return tables
 
 

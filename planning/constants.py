@@ -6,6 +6,10 @@ A unit is the tokens of a micro-batch that a rank has between blocks x width x b
 FLOAT32 = 4  # bytes
 GIB = 2**30
 
+# Reserved memory over what tensors need at the peak, less 1: 15 % is the allocator's fragmentation (GMLake,
+# arXiv 2401.08156), and what 17 of 20 peaks of TorchTitan's tables need.
+ALLOCATOR_SLACK = 0.15
+
 # -- kernels
 # clusters.toml has the rate of the best of many shapes, alone on a cool device. Of a step's products a device
 # at its power limit reaches less, their outputs are written, and exchanges are copied into order: 0.85 has

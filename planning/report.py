@@ -45,7 +45,7 @@ def answer(made: Plan, cluster: Cluster, cost: CostRange, config: Config, search
         "saves": saves_text(config, made, cost),
         "speed": f"{time.samples_per_second:,.2f} samples/s, MFU {time.mfu(work, peak):.1%} "
         f"of {peak / 1e12:,.0f} TFLOP/s",
-        "memory": f"{made.memory.peak / GIB:.2f} of {room:.2f} GiB a device: "
+        "memory": f"{made.memory.peak / GIB:.2f} of {room:.2f} GiB of tensors a device: "
         f"{'fits' if fits(made, cluster) else 'DOES NOT FIT'}",
     }
     head = [f"{name:<9}{text}" for name, text in lines.items()]
@@ -146,13 +146,15 @@ def time_table(work: Workload, time: StepTime, cluster: Cluster) -> str:
 def data_line(read_bytes: float, cluster: Cluster) -> str:
     """Return a line with the required and the available read rate. read_bytes: decoded bytes per second."""
     stored = COMPRESSION * read_bytes / cluster.nodes
-    text = f"data to be read: {stored / 1e9:,.2f} GB/s a node, of {cluster.storage / 1e9:,.2f}"
+    text = f"data to be read: {stored / 1e9:,.2f} GB/s a node in float32, half in float16, "
+    text += f"of {cluster.storage / 1e9:,.2f}"
     return text + (": TOO SLOW, steps wait for their data" if stored > cluster.storage else "")
 
 
 def read_rate(work: Workload, samples_per_second: float) -> float:
-    """Return the decoded bytes a second; ranks that share a sample read a part of it each."""
-    return FLOAT32 * work.field_values * work.states_read * samples_per_second
+    """Return the decoded bytes a second in float32; each rank that shares a sample reads all of it."""
+    ranks = work.degrees.world / work.degrees.dp
+    return FLOAT32 * work.field_values * work.states_read * samples_per_second * ranks
 
 
 def layouts_table(plans: list[Plan], cluster: Cluster) -> str:

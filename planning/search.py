@@ -10,7 +10,7 @@ from config import Config
 from errors import refuse
 from parallelisms.degrees import Degrees
 from planning.clusters import Cluster
-from planning.constants import GIB
+from planning.constants import ALLOCATOR_SLACK, GIB
 from planning.memory import Memory, memory
 from planning.step_time import StepTime, step_time
 from planning.workload import Workload, changed_settings
@@ -67,8 +67,9 @@ def fits(made: Plan, cluster: Cluster) -> bool:
 
 
 def capacity(cluster: Cluster) -> float:
-    """Bytes of a device that a step may use."""
-    return cluster.device.memory - cluster.device.reserved
+    """Bytes that the tensors of a step may have on a device: its allocator needs more for them."""
+    slack = 0.0 if cluster.shared else ALLOCATOR_SLACK
+    return (cluster.device.memory - cluster.device.reserved) / (1 + slack)
 
 
 def best_layouts(work: Workload, cluster: Cluster, number: int = 10) -> list[Plan]:
@@ -107,6 +108,8 @@ def layouts(work: Workload, cluster: Cluster) -> Iterator[Degrees]:
         rest = world // (pp * tp * cp)
         if pp > work.model.layers or heads % (tp * cp) or (pp > 1 and cp > 1):
             continue
+        if cp > 1 and work.method != "ulysses" and work.model.window_tokens:
+            continue  # others do not keep the tokens of a window on one rank
         if rest * pp * tp * cp == world and work.global_batch % rest == 0:
             for shard in sorted({1, max(node // (tp * cp), 1), rest}):
                 if rest % shard == 0:
@@ -198,9 +201,12 @@ def changes(work: Workload, cluster: Cluster) -> Iterator[Change]:
         if work.optimizer != "Muon":  # which refuses it
             settings.append({"offload": True})
     named = [(frozenset(setting), setting) for setting in settings]
-    if d.dp_replicate > 1:
+    if d.dp_replicate > 1 and not work.zero1:  # which has replicas alone
         named.append((frozenset(["dp_replicate"]), {"degrees": Degrees(d.pp, 1, d.dp, d.cp, d.tp)}))
-    for axis, n in product(("tp", "cp"), (1, 2, 4, 8)):
+    axes = [] if work.zero1 else ["tp", "cp"]
+    if work.method != "ulysses" and work.model.window_tokens:
+        axes = axes[:1]
+    for axis, n in product(axes, (1, 2, 4, 8)):
         layout = Degrees(**{**vars(d), axis: n, "dp_shard": d.dp_shard * getattr(d, axis) // n})
         if layout.world == d.world and work.model.heads % (layout.tp * layout.cp) == 0:
             if work.global_batch % (work.local_batch * layout.dp) == 0:
@@ -210,6 +216,7 @@ def changes(work: Workload, cluster: Cluster) -> Iterator[Change]:
         if after != work:
             yield key, after, cluster
     for factor in (2, 4, 8):
-        more = Degrees(d.pp, d.dp_replicate, d.dp_shard * factor, d.cp, d.tp)
+        replicas = factor if work.zero1 else 1
+        more = Degrees(d.pp, d.dp_replicate * replicas, d.dp_shard * factor // replicas, d.cp, d.tp)
         if work.global_batch % (more.dp * work.local_batch) == 0:
             yield frozenset(["devices"]), work.replace(degrees=more), cluster.with_devices(more.world)

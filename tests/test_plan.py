@@ -14,8 +14,11 @@ from plan import job
 from planning import known_runs
 from planning.clusters import load_cluster
 from planning.cost import Saves
-from planning.search import best_layouts
+from planning.search import best_layouts, changes_that_fit, layout_options, speedups
+from planning.search import plan as plan_of
+from planning.workload import workload_of
 from tests.planned import run_plan
+from training.config_checks import load_checked
 
 
 @cache
@@ -101,7 +104,7 @@ def test_days_and_dollars_are_ranges_of_known_runs():
     assert "64 x a100 in 8 nodes" in text and made["storage_bytes_per_second"] == 8 * 5e9
     per_sample = 2 * 17 * 1024 * 2048 * 4  # two states in float32
     assert made["read_bytes_per_second"] == pytest.approx(made["samples_per_second"] * per_sample)
-    assert re.search(r"data to be read: [\d.]+ GB/s a node, of 5\.00$", text)
+    assert re.search(r"data to be read: [\d.]+ GB/s a node in float32, .* of 5\.00$", text)
     planned, ends = made["cost"]["fleets"]["on demand"], made["cost_band"]
     low, high = (end["fleets"]["on demand"] for end in ends)
     band, step = made["step_seconds_band"], made["step_seconds"]
@@ -169,6 +172,42 @@ def test_an_anchor_scales_layouts_of_its_kind(tmp_path):
     assert figures(*tensor)["step_seconds"] == figures(*tensor, "--anchor", str(tmp_path))["step_seconds"]
     (tmp_path / "status.json").unlink()
     assert "status.json" in plan("--cluster", "a100x64", "--anchor", str(tmp_path), code=2)
+
+
+@pytest.mark.parametrize(
+    ("config", "cluster", "options"),
+    [
+        ("vit1b", "a100x64", ()),
+        ("vit1b", "a100-40x16", ("--parallelism.context_parallel_method", "all_gather")),
+        ("vit1b_windows", "a100x8", ("--parallelism.context_parallel_method", "ring")),
+        ("vit1b_h100x8", "h100x8", ()),
+        ("vit1b_rollout", "h200x64", ()),
+        ("tutorial_mp", "a100-40x16", ()),
+        ("era5_1p5deg", "a100x8", ()),
+        ("demo", "h100x4", ()),
+    ],
+)
+def test_what_is_proposed_is_not_refused(config, cluster, options, monkeypatch):
+    """Layouts of --layout auto, changes with which a job fits, and what is next to try."""
+    words = [f"--job.config_file=train_configs/{config}.toml", *options]
+    machine = load_cluster(cluster)
+    monkeypatch.setenv("WORLD_SIZE", str(machine.devices))
+    original = load_config(words)
+    grid = tuple(original.data.grid_shape) if all(original.data.grid_shape) else (32, 64)
+    work = workload_of(original, machine.devices, grid, len(original.data.variables))
+    made = best_layouts(work, machine) + changes_that_fit(work, machine)
+    made += speedups(plan_of(work, machine), machine)
+    assert made
+    for proposed in made:
+        monkeypatch.setenv("WORLD_SIZE", str(proposed.work.degrees.world))
+        text = layout_options(proposed.work, original, machine.devices)
+        load_checked([*words, *re.sub(r"^\d+ devices|as configured", "", text).split()])
+
+
+def test_a_machine_with_half_of_its_kernels_is_refused(tmp_path):
+    file = tmp_path / "mine.toml"
+    file.write_text('[mine]\nlike = "a100"\nhopper_forward = { "64" = 5e14 }\n')
+    assert "hopper_backward" in plan("--cluster", "minex8", "--clusters", str(file), code=2)
 
 
 def test_help_fits_a_screen_and_a_cluster_has_to_be_named():
