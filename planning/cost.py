@@ -120,7 +120,8 @@ class CostRange:
     def between(self, fleet: str, name: str, unit: float = 1, digits: int = 0) -> str:
         """Return a figure of a run's cost as text, from the fastest to the slowest."""
         values = [costs[fleet][name] / unit for costs in self.ends or [self.planned]]
-        return " to ".join(dict.fromkeys(f"{value:,.{digits}f}" for value in values))
+        texts = ("never ends" if math.isinf(value) else f"{value:,.{digits}f}" for value in values)
+        return " to ".join(dict.fromkeys(texts))
 
     def as_json(self) -> dict[str, Any]:
         """Return the costs for JSON, with null for infinity."""

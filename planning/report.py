@@ -36,12 +36,13 @@ def answer(made: Plan, cluster: Cluster, cost: CostRange, config: Config, search
     within = f", {low:,.3f} to {high:,.3f} by its error band" if band else ""
     unit, length = ("days", 24) if cost.planned["on demand"]["hours"] > 24 else ("hours", 1)
     dollars = (f"{fleet}: {cost.between(fleet, 'dollars')}" for fleet in cost.planned)
+    device_hours = cost.between("on demand", "hours", 1 / cluster.devices)
     lines = {
         "job": job_text(work, cluster),
         "layout": layout_text(work),
         "time": f"{cost.between('on demand', 'hours', length, 2)} {unit} for {cost.steps:,} steps; "
         f"{time.total:,.3f} s a step{within}",
-        "dollars": "; ".join(dollars),
+        "dollars": f"{'; '.join(dollars)} ({device_hours} device-hours)",
         "saves": saves_text(config, made, cost),
         "speed": f"{time.samples_per_second:,.2f} samples/s, MFU {time.mfu(work, peak):.1%} "
         f"of {peak / 1e12:,.0f} TFLOP/s",
@@ -140,7 +141,10 @@ def time_table(work: Workload, time: StepTime, cluster: Cluster) -> str:
     classes = sorted(time.classes.items(), key=lambda item: -item[1])
     rows = [(f"  {name}", value, value / time.total) for name, value in classes]
     table = text_table("<36 >10.3f >9.1%", [("a step", "s", "fraction"), *rows, ("  total", time.total)])
-    return f"{table}\n  {band_line(work, cluster)}"
+    sent, computed = time.exposed + time.hidden, sum(time.computing.values())
+    ratio = f"{sent / computed:.1%} of the computation" if computed else ""
+    communication = f"communication: {time.exposed:.3f} s exposed, {time.hidden:.3f} hidden, {ratio}"
+    return f"{table}\n  {communication}\n  {band_line(work, cluster)}"
 
 
 def data_line(read_bytes: float, cluster: Cluster) -> str:
