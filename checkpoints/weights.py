@@ -3,7 +3,7 @@
 Averaged weights are taken where the checkpoint has them. A forecast needs the model and the data of that run.
 A new run may have another lead time or other variables: the parts of the first and last layer that belong to
 a variable are found by the variable's name; a new one starts as in a new run. Learned positions are
-interpolated to another grid of the same area.
+interpolated to another grid.
 """
 
 import logging
@@ -12,7 +12,6 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from torch import nn
 from torch.distributed.tensor import DTensor
 
@@ -25,7 +24,7 @@ from datasets.grid import Grid
 from datasets.selection import Selection
 from datasets.statistics import Statistics
 from errors import DataError, refuse
-from models.embeddings import token_grid
+from models.embeddings import padded_shape, token_grid
 from models.lora import ADAPTERS
 from parallelisms.float8 import plain_weight
 from parallelisms.mesh import copy_part, on_all_ranks
@@ -123,15 +122,8 @@ def load_initial_weights(identity: Identity, parameters: Parameters, new: Channe
     shapes = {n: stored[f"{section}.{n}"].size for n in parameters if f"{section}.{n}" in stored}
     old = Channels.of(Data(**theirs["data"]), theirs["model"]["noise_dim"])
 
-    # -- positions of another grid are interpolated, unless it has its edges elsewhere
     before, patch = identity.grid or grid, tuple(theirs["model"]["patch_size"])
     moves = POSITION in shapes and not before.same_as(grid)
-    for axis in ("latitude", "longitude") if moves else ():
-        ours, others = getattr(grid, axis), getattr(before, axis)
-        spacing = max(abs(ours[1] - ours[0]), abs(others[1] - others[0]))
-        if np.abs(ours[[0, -1]] - others[[0, -1]]).max() > spacing:
-            shapes.pop(POSITION, None)
-            moves = False
 
     # -- what fits is read into place, the rest into tensors of its own
     changed = [name for name in shapes if name in CHANNELS or (moves and name == POSITION)]
@@ -156,12 +148,15 @@ def load_initial_weights(identity: Identity, parameters: Parameters, new: Channe
     for name in changed:
         parameter, value = parameters[name].detach(), tensors[name]
         if name == POSITION:
-            rows, columns = token_grid(grid.shape, patch)
-            field = value.unflatten(0, token_grid(before.shape, patch)).permute(2, 0, 1)[None]  # (1, D, h, w)
-            copies = 3 if grid.periodic else 1  # side by side, so that the edges have neighbours
-            field = F.interpolate(field.tile(copies), (rows, copies * columns), mode="bilinear")
-            field = field[..., copies // 2 * columns :][..., :columns]
-            value = field[0].flatten(1).T  # (T, D)
+            # Bilinear in degrees: the grid may be finer, or a part of the globe. Outside of the old tokens
+            # the nearest row or column is used; longitudes go round.
+            known, wanted = token_centres(before, patch), token_centres(grid, patch)
+            weights = []
+            for at, to, turn in ((-known[0], -wanted[0], None), (known[1], wanted[1], 360.0)):
+                columns = [np.interp(to, at, one, period=turn) for one in np.eye(len(at))]
+                weights.append(torch.from_numpy(np.stack(columns, axis=1)).float())
+            field = value.unflatten(0, (len(known[0]), len(known[1])))  # (h, w, D)
+            value = torch.einsum("hi,wj,ijd->hwd", weights[0], weights[1], field).flatten(0, 1)
             logger.info(f"{POSITION}: interpolated from {len(tensors[name])} tokens to {len(value)}")
         else:
             # The full parameter, with the stored slices of all channels that the checkpoint has.
@@ -182,8 +177,26 @@ def load_initial_weights(identity: Identity, parameters: Parameters, new: Channe
     lists = {
         "new channels, initialised": [name for name in new.inputs if name not in old.inputs],
         "channels that are no longer used": [name for name in old.inputs if name not in new.inputs],
-        "weights missing there, or of another area, initialised": missing,
+        "weights missing there, initialised": missing,
     }
     for title, names in lists.items():
         if names:
             logger.info("%s: %s", title, ", ".join(names))
+
+
+def token_centres(grid: Grid, patch_size: tuple[int, int]) -> list[np.ndarray]:
+    """Return the latitudes (h,) and longitudes (w,) of the centres of patches, in degrees; the grid is padded
+    to whole patches on both sides of its rows.
+    """
+    rows, columns = token_grid(grid.shape, patch_size)
+    top = (padded_shape(grid.shape, patch_size)[0] - grid.shape[0]) // 2
+    centres = []
+    for axis, size, number, first in (
+        (grid.latitude, patch_size[0], rows, top),
+        (grid.longitude, patch_size[1], columns, 0),
+    ):
+        at = size * (np.arange(number) + 0.5) - 0.5 - first
+        beyond = at - at.clip(0, len(axis) - 1)
+        spacing = (axis[-1] - axis[0]) / (len(axis) - 1)
+        centres.append(np.interp(at, np.arange(len(axis)), axis) + beyond * spacing)
+    return centres

@@ -32,7 +32,7 @@ class Recording:
 
     def write(self, path: Path) -> Timeline:
         path.write_text(json.dumps({**self.record, "traceEvents": self.events}))
-        return build_timeline(read_trace(path))
+        return build_timeline(read_trace(path), {})
 
 
 def step_of_a_gpu(trace: Recording, at: float) -> None:

@@ -12,7 +12,7 @@ from scipy.interpolate import RegularGridInterpolator
 
 from checkpoints.checkpointer import Checkpointer, find_checkpoint
 from checkpoints.identity import Identity
-from checkpoints.weights import load_initial_weights
+from checkpoints.weights import load_initial_weights, token_centres
 from config import ActivationCheckpoint, Checkpoint, Compile, Float8, Model, Parallelism, Training
 from datasets.channels import Channels
 from datasets.grid import Grid
@@ -128,29 +128,27 @@ def load_on_another_grid(folder: Path, grid: Grid, **parallelism) -> dict:
 
 
 def test_positions_are_interpolated_to_another_grid(ranks, one_rank, tmp_path):
-    """Against scipy: at the edge a token has the value of the nearest row, and longitude goes round."""
-    old, grid = save(tmp_path), global_grid(LARGER)
-    result = load_on_another_grid(tmp_path, grid)
+    """In degrees, against scipy, on a finer grid and on a part of the globe: at the edge a token has the
+    value of the nearest row, and longitude goes round.
+    """
+    old, there = save(tmp_path), token_centres(global_grid(GRID), (4, 4))
+    longitude = np.concatenate([there[1] - 360, there[1], there[1] + 360])
     values = np.tile(old["position.embedding"].numpy().reshape(2, 4, 16), (1, 3, 1))
-    reference = RegularGridInterpolator((np.arange(2) + 0.5, np.arange(-4, 8) + 0.5), values)
-    rows = ((np.arange(4) + 0.5) * 2 / 4).clip(0.5, 1.5)
-    places = np.stack(np.meshgrid(rows, (np.arange(5) + 0.5) * 4 / 5, indexing="ij"), axis=-1)
-    expected = reference(places).reshape(-1, 16)
-    np.testing.assert_allclose(result["position.embedding"], expected, rtol=1e-5, atol=1e-6)
-    others = [name for name in old if name != "position.embedding"]
-    assert all((result[name] == old[name].numpy()).all() for name in others)
-    load_on_shards = partial(load_on_another_grid, tensor_parallel_degree=2)
-    sharded = ranks(4).run(load_on_shards, tmp_path, grid)[0]
-    assert all((sharded[name] == result[name]).all() for name in result)
-
-
-def test_positions_of_another_area_are_not_taken(one_rank, tmp_path, caplog):
-    """They would be those of other places."""
-    save(tmp_path)
+    reference = RegularGridInterpolator((-there[0], longitude), values)
     region = Grid(np.linspace(60, 30, 8), np.linspace(0, 40, 16))
-    fresh = full(build(OLD, 7)["position.embedding"])
-    assert (load_on_another_grid(tmp_path, region)["position.embedding"] == fresh).all()
-    assert "another area, initialised: position.embedding" in caplog.text
+    for grid in (global_grid(LARGER), region):
+        result, here = load_on_another_grid(tmp_path, grid), token_centres(grid, (4, 4))
+        rows = (-here[0]).clip(*-there[0][[0, -1]])
+        places = np.stack(np.meshgrid(rows, here[1], indexing="ij"), axis=-1)
+        expected = reference(places).reshape(-1, 16)
+        np.testing.assert_allclose(result["position.embedding"], expected, rtol=1e-5, atol=1e-6)
+        others = [name for name in old if name != "position.embedding"]
+        assert all((result[name] == old[name].numpy()).all() for name in others)
+    latitude = token_centres(global_grid(LARGER), (4, 4))[0]
+    np.testing.assert_allclose(latitude, 90 - 180 / 13 * (4 * np.arange(4) + 0.5 + 0.5), atol=1e-9)
+    load_on_shards = partial(load_on_another_grid, tensor_parallel_degree=2)
+    sharded = ranks(4).run(load_on_shards, tmp_path, region)[0]
+    assert all((sharded[name] == result[name]).all() for name in result)
 
 
 def test_another_model_and_an_empty_folder_are_one_line_each(one_rank, tmp_path):

@@ -193,8 +193,9 @@ def test_what_is_proposed_is_not_refused(config, cluster, options, monkeypatch):
     machine = load_cluster(cluster)
     monkeypatch.setenv("WORLD_SIZE", str(machine.devices))
     original = load_config(words)
-    grid = tuple(original.data.grid_shape) if all(original.data.grid_shape) else (32, 64)
-    work = workload_of(original, machine.devices, grid, len(original.data.variables))
+    height, width = original.data.grid_shape
+    shape = (height or 32, width or 64)
+    work = workload_of(original, machine.devices, shape, len(original.data.variables))
     made = best_layouts(work, machine) + changes_that_fit(work, machine)
     made += speedups(plan_of(work, machine), machine)
     assert made

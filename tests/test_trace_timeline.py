@@ -1,16 +1,13 @@
-"""Hand-written traces: every moment in one class, what a GPU waits for, and how far from its floor it is."""
+"""Hand-written traces: every moment in one class, what a GPU waits for, and the operators of its kernels."""
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.recordings import Recording, step_of_a_cpu, two_steps_of_a_gpu
-from traces.advice import advice
-from traces.classes import CLASSES, kernel_class, operator_class
-from traces.events import Interval
-from traces.report import report
-from traces.timeline import Segment, Timeline, fill
-from traces.work import rates_of, work_by_class, work_of
+from traces.events import read_trace
+from traces.inspect_trace import operator_times, report
+from traces.timeline import CLASSES, Segment, Timeline, build_timeline, fill, kernel_class, operator_class
 
 
 @pytest.fixture
@@ -25,25 +22,19 @@ def test_time_of_a_gpu_by_class(gpu):
     assert gpu.by_class == pytest.approx(expected)
     assert gpu.step_milliseconds == pytest.approx(1.0) == sum(gpu.by_class.values())
     assert gpu.hidden_communication == pytest.approx(0.05)
-    assert "communication: 0.07 ms a step exposed, 0.05 hidden" in report(gpu, rates_of(gpu))
+    assert "communication: 0.07 ms a step exposed, 0.05 hidden" in report(gpu)
 
 
 def test_what_a_gpu_waits_for_is_named(gpu):
     assert list(gpu.idle_by_cause) == ["wait of cudaStreamSynchronize (aten::item) after optimizer"]
-    text = advice(gpu, rates_of(gpu))
-    assert text.startswith("The GPU idles 0.2 ms a step in a wait of cudaStreamSynchronize (aten::item)")
-    assert "metrics.log_freq" in text and "data.num_workers" in text and "(up to 23% of a step)" in text
 
 
-def test_floor_of_a_gpu_is_the_measured_rate(gpu):
-    """2 x 1000 x 395 x 1000 FLOPs at 790 TFLOP/s: 1 us."""
-    rates = rates_of(gpu)
-    assert rates.flops == 790e12
-    gemm = work_by_class(gpu, rates)["GEMM"]
-    assert gemm.work.flops == 2 * 1000 * 395 * 1000 and gemm.milliseconds == pytest.approx(0.2)
-    assert gemm.floor is None  # the other multiplication does not say its shapes
-    known = [operator for operator in {p.operator for p in gpu.segments} if operator and work_of(operator)]
-    assert len(known) == 2
+def test_operators_of_a_gpu_have_the_time_of_their_kernels(gpu):
+    times = operator_times(gpu.trace)
+    assert times["aten::mm"].self_ms == pytest.approx(2 * (0.2 + 0.1)) and times["aten::mm"].calls == 4
+    assert times["aten::item"].self_ms == 0
+    longest = report(gpu).partition("longest operators")[2].splitlines()[1].split()
+    assert longest == ["aten::mm", "0.60", "41.7%", "0.60", "4"]
 
 
 def test_a_kernel_that_was_launched_in_time_is_no_fault_of_the_host(tmp_path):
@@ -63,8 +54,7 @@ def test_steps_of_a_gpu_end_when_their_kernels_have_ended(tmp_path):
         trace.span(f"ProfilerStep#{number}", 100 * number, 100 * (number + 1))
         trace.launch("aten::mm", 100 * number + 10, "gemm", 50 + 600 * number, 650 + 600 * number)
     timeline = trace.write(tmp_path / "a.json")
-    lengths = [window.end - window.start for window in timeline.windows]
-    assert lengths == pytest.approx([650, 600])
+    assert timeline.recorded_steps == pytest.approx([0.65, 0.6])
     assert timeline.by_class["GEMM"] == pytest.approx(0.6)
     assert timeline.by_class["idle"] == pytest.approx(0.025)
 
@@ -77,7 +67,7 @@ def test_a_step_that_the_end_of_the_loop_cut_off_is_left_out(tmp_path):
     trace.span("ProfilerStep#18", 1000, 1002)
     (tmp_path / "traces").mkdir()
     timeline = trace.write(tmp_path / "traces/step-00000019-rank0.json")
-    assert len(timeline.windows) == 1 and timeline.step_milliseconds == pytest.approx(1.0)
+    assert len(timeline.recorded_steps) == 1 and timeline.step_milliseconds == pytest.approx(1.0)
 
 
 def test_time_of_a_cpu_by_class(tmp_path):
@@ -90,8 +80,53 @@ def test_time_of_a_cpu_by_class(tmp_path):
     assert timeline.by_class == pytest.approx({name: us / 1000 for name, us in milliseconds.items()})
     assert timeline.hidden_communication == pytest.approx(0.2)
     assert timeline.idle_by_cause["gap after optimizer"] == pytest.approx(2.5)
-    text = advice(timeline, rates_of(timeline))
-    assert "gap after optimizer" in text and "data.num_workers" in text
+    assert sum(timeline.by_class.values()) == pytest.approx(timeline.recorded_steps[0])
+
+
+def steps_with_a_save(trace: Recording) -> None:
+    """Two steps of 1,000 us on a CPU, one with a line of a log and a save after it."""
+    trace.span("ProfilerStep#7", 0, 1000)
+    trace.add("aten::mm", 0, 900)
+    trace.span("ProfilerStep#8", 1000, 3000)
+    trace.add("aten::mm", 1000, 1900)
+    trace.span("log", 1900, 1910)
+    trace.span("checkpoint", 2000, 3000)
+    trace.add("aten::copy_", 2000, 2500)
+
+
+def test_a_save_counts_once_in_its_interval(tmp_path):
+    """It counted as half a save a step: 500 us in place of 10, and the step took 1500 us in place of 1010."""
+    trace = Recording()
+    steps_with_a_save(trace)
+    trace.write(tmp_path / "a.json")
+    recorded, counted = (
+        build_timeline(read_trace(tmp_path / "a.json"), intervals)
+        for intervals in ({}, {"checkpoint": 100, "log": 1, "validation": 0})
+    )
+    assert recorded.by_class["log, save, validate"] == pytest.approx((1.0 + 0.01) / 2)
+    assert recorded.step_milliseconds == pytest.approx(1.5)
+    assert counted.by_class["log, save, validate"] == pytest.approx(1.0 / 100 + 0.01)
+    assert counted.step_milliseconds == pytest.approx(1.015) == sum(counted.by_class.values())
+    for name in set(CLASSES) - {"log, save, validate"}:
+        assert counted.by_class[name] == recorded.by_class[name]
+    assert "span checkpoint: one of 1.0 ms counts once in 100 steps" in report(counted)
+
+
+def test_a_save_on_a_gpu_counts_once_in_its_interval(tmp_path):
+    """Its kernels and the time in which it keeps the GPU waiting."""
+    trace = Recording()
+    for number in range(2):
+        trace.span(f"ProfilerStep#{number}", 1000 * number, 1000 * (number + 1))
+        trace.launch("aten::mm", 1000 * number + 10, "gemm", 1000 * number + 20, 1000 * number + 600)
+    trace.span("checkpoint", 1600, 2000)
+    trace.launch("aten::copy_", 1700, "Memcpy DtoH", 1710, 1800, kind="gpu_memcpy")
+    trace.launch("aten::copy_", 1980, "elementwise_kernel", 1988, 2000)
+    trace.write(tmp_path / "a.json")
+    timeline = build_timeline(read_trace(tmp_path / "a.json"), {"checkpoint": 50})
+    save = timeline.by_class["log, save, validate"]
+    milliseconds, steps = timeline.spread_spans["checkpoint"]
+    assert steps == 50 and save == pytest.approx(milliseconds / 50)
+    assert 0.3 < milliseconds <= 0.4
 
 
 @given(
@@ -101,7 +136,7 @@ def test_time_of_a_cpu_by_class(tmp_path):
 def test_no_moment_is_lost_or_given_twice(layer, lengths):
     free, start = [], 0
     for length in lengths:
-        free.append(Interval(float(start), float(start + length)))
+        free.append(Segment(float(start), float(start + length)))
         start += length + (length % 2)
     segments = [Segment(float(a), float(a + n), "GEMM") for a, n in sorted(layer)]
     taken, left = fill(free, segments)
