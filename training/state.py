@@ -14,7 +14,6 @@ from config import Config
 from models.lora import trained
 from parallelisms.float8 import plain_weight
 from parallelisms.parallelize import ParallelModel
-from parallelisms.parameter_names import canonical
 from training.assembly import Assembly
 from training.bad_steps import BadSteps
 from training.ema import EMA
@@ -120,7 +119,7 @@ def build_state(config: Config, assembly: Assembly) -> TrainState:
     """Return the state before the first step of a model with initial weights."""
     training, model = config.training, assembly.model
     products = torch.float32 if training.mixed_precision_param == "float32" else torch.bfloat16
-    optimizer = build_optimizer(model.own_parameters(), config.optimizer, shared_sums(model), products)
+    optimizer = build_optimizer(model.optimized_parameters(), config.optimizer, shared_sums(model), products)
     scaler = LossScaler(enabled=training.mixed_precision_param == "float16")
     average = None
     if training.ema_decay:
@@ -131,6 +130,6 @@ def build_state(config: Config, assembly: Assembly) -> TrainState:
 
 def shared_sums(model: ParallelModel) -> SharedSums:
     """Return sums over all ranks of their parts of parameters; with ZeRO-1 one rank updates each."""
-    degrees, own = model.mesh.degrees, model.own_parameters()
-    names = [canonical(name) for name, _ in model.meta_model.named_parameters()]
+    degrees, own = model.mesh.degrees, model.optimized_parameters()
+    names = [name for name, _ in model.meta_model.named_parameters()]
     return SharedSums(names, own, 1 if model.zero1 else degrees.world // degrees.pp, model.device)
