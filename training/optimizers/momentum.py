@@ -11,8 +11,15 @@ outside the momentum, as in torch.optim.SGD.
 import torch
 from torch import Tensor, nn
 
-from training.optimizers.shards import allocate, gradient, local, with_gradient
-from training.optimizers.trust_ratios import SharedSums, squared_norms, trust_ratios
+from training.optimizers.shards import (
+    SharedSums,
+    allocate,
+    gradient,
+    local,
+    squared_norms,
+    trust_ratios,
+    with_gradient,
+)
 
 COEFFICIENT = 1e-3  # of the trust ratio, as in the paper's experiments; optimizer.lr scales it
 
@@ -29,39 +36,37 @@ class SGD(torch.optim.Optimizer):
         super().__init__(groups, {"lr": 0.0, "momentum": momentum, "weight_decay": 0.0})
 
     def moment_names(self, parameter: nn.Parameter) -> tuple[str, ...]:
-        return (self.buffer,)
+        return (self.buffer,) if self.defaults["momentum"] else ()
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]  # closures are not used
         for group in self.param_groups:
             parameters = with_gradient(group)
-            for parameter in parameters:
-                allocate(self, parameter)
-            gradients = self._gradients(parameters, group)
+            allocate(self, parameters)
+            gradients = self.decayed_gradients(parameters, group)
             if parameters:
-                self._update(parameters, gradients, group)
+                # The kernel takes no buffers without momentum.
+                has_momentum = group["momentum"] > 0
+                torch._fused_sgd_(
+                    [local(p) for p in parameters],
+                    gradients,
+                    [local(self.state[p][self.buffer]) for p in parameters] if has_momentum else [],
+                    weight_decay=0.0,
+                    momentum=group["momentum"],
+                    lr=group["lr"],
+                    dampening=0.0,
+                    nesterov=False,
+                    maximize=False,
+                    is_first_step=False,  # True would not read the momentum: zeros give the same
+                    found_inf=getattr(self, "found_inf", None),
+                )
 
-    def _gradients(self, parameters: list[nn.Parameter], group: dict) -> list[Tensor]:
+    def decayed_gradients(self, parameters: list[nn.Parameter], group: dict) -> list[Tensor]:
         """Return the gradients with weight decay, as the momentum averages them."""
         gradients = [gradient(p) for p in parameters]
         if parameters and group["weight_decay"]:
             torch._foreach_add_(gradients, [local(p) for p in parameters], alpha=group["weight_decay"])
         return gradients
-
-    def _update(self, parameters: list[nn.Parameter], gradients: list[Tensor], group: dict) -> None:
-        torch._fused_sgd_(
-            [local(p) for p in parameters],
-            gradients,
-            [local(self.state[p][self.buffer]) for p in parameters],
-            weight_decay=0.0,
-            momentum=group["momentum"],
-            lr=group["lr"],
-            dampening=0.0,
-            nesterov=False,
-            maximize=False,
-            is_first_step=False,  # True would not read the momentum: zeros give the same
-            found_inf=getattr(self, "found_inf", None),
-        )
 
 
 class LARS(SGD):
@@ -73,14 +78,14 @@ class LARS(SGD):
         super().__init__(groups, momentum)
         self.sums = sums
 
-    def _gradients(self, parameters: list[nn.Parameter], group: dict) -> list[Tensor]:
+    def decayed_gradients(self, parameters: list[nn.Parameter], group: dict) -> list[Tensor]:
         if not group["matrices"]:
-            return super()._gradients(parameters, group)
+            return super().decayed_gradients(parameters, group)
         squares = squared_norms([local(p) for p in parameters], [gradient(p) for p in parameters])
         weight_norms, gradient_norms = self.sums(parameters, squares).sqrt().unbind(1)
         steps = gradient_norms + group["weight_decay"] * weight_norms
         ratios = trust_ratios(weight_norms, steps, COEFFICIENT)
-        gradients = super()._gradients(parameters, group)
+        gradients = super().decayed_gradients(parameters, group)
         if parameters:
             torch._foreach_mul_(gradients, list(ratios.float()))
         return gradients
