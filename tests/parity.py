@@ -37,6 +37,7 @@ from planning.collectives import Collective, Recorder
 from tests.distributed import own_device, shared_mesh
 from training.assembly import Fields, assemble
 from training.batches import Batch
+from training.objective import Objective, Shards
 from training.state import build_state
 from training.step import Run, accumulate_gradients, update_weights
 
@@ -229,6 +230,13 @@ class SmallRun:
         dist.all_reduce(loss)
         self.state.progress.advance(GLOBAL_BATCH)
         return loss.item() / self.degrees.dp, norm.item()
+
+
+def cut(objective: Objective, fields: Tensor, times: Tensor, *noise: Tensor) -> Shards:
+    """The shard of a micro-batch's first step, from physical fields (B, h + 1, V, H, W)."""
+    window, truths = split_sample(fields, objective.normalizer.history)
+    window = objective.repeat_members(objective.normalizer.normalize_window(window))
+    return objective.cut(window, truths[:, 0], times, *noise)
 
 
 def three_steps(layout: Layout) -> Outcome:

@@ -88,9 +88,9 @@ def run_with_stalls(folder: Path, *options: str) -> Path:
     """A run with a sleep in its loader, one in its loop, and a value read in each step; its folder."""
     cut, count = Objective.cut, Metrics.count_step
 
-    def cut_and_read(self, fields, times):
-        float(fields.nansum())
-        return cut(self, fields, times)
+    def cut_and_read(self, window, *others):
+        float(window.nansum())
+        return cut(self, window, *others)
 
     def wait_and_count(self):
         time.sleep(STALL)

@@ -16,13 +16,15 @@ from datasets.grid import Grid, area_weights
 from datasets.normalization import Normalizer
 from datasets.selection import Selection
 from datasets.statistics import Statistics
+from errors import DataError
 from models.attention import preferred_backend, use_backend
+from models.conservation import ConservationProjection, correction
 from models.lora import apply_lora, count_parameters
 from models.registry import build_model
 from models.weather_model import TokenModel, WeatherModel
 from parallelisms.mesh import Mesh
 from parallelisms.parallelize import ParallelModel, Recipe, parallelize
-from training.conservation import build_conservation
+from training.losses.quantities import coefficients, shifted_variable, variables_of
 
 logger = logging.getLogger(__name__)
 
@@ -65,6 +67,30 @@ class Assembly:
         return f"{self.num_parameters / 1e6:.1f} M parameters, {channels}"
 
 
+def build_conservation(
+    quantities: Sequence[str], variables: Sequence[str], statistics: Statistics, area: np.ndarray
+) -> ConservationProjection | None:
+    """Return the projection of outputs, which are changes in units of their deviations; area (H,).
+
+    Raises DataError if a variable that it needs has missing cells, because the global mean is then unknown.
+    """
+    if not quantities:
+        return None
+    names = variables_of(quantities, variables)
+    indices = [variables.index(name) for name in names]
+    # Statistics of a forecast do not count missing cells: the training has checked them.
+    for name, index in zip(names, indices, strict=True) if statistics.missing is not None else ():
+        counts, cells = statistics.missing[:, index], statistics.mean_field[0].size
+        if number := int(((counts > 0) & (counts < cells)).sum()):
+            raise DataError(
+                f"model.conserve = {list(quantities)}: {name} has no value in some cells on {number} of "
+                f"{len(counts)} dates; leave it out, or fill these cells"
+            )
+    deviations = dict(zip(variables, statistics.change_std, strict=True))
+    rows = [names.index(shifted_variable(quantity, variables)) for quantity in quantities]
+    return ConservationProjection(indices, correction(coefficients(quantities, deviations), rows), area)
+
+
 def assemble(
     config: Config,
     fields: Fields,
@@ -78,18 +104,21 @@ def assemble(
     memory: context in which the model is allocated, without values: a dry run's FakeTensorMode.
     """
     training = config.training
+    # -- conversions between physical fields and the model's input and output
     channels = Channels.of(config.data, config.model.noise_dim)
     conditions = Conditions(fields.static, channels, fields.grid).to(device)
-    rows, names = area_weights(fields.grid.latitude), channels.variables
-    conservation = build_conservation(config.model.conserve, names, fields.statistics, rows)
+    names, area = channels.variables, area_weights(fields.grid.latitude)
+    conservation = build_conservation(config.model.conserve, names, fields.statistics, area)
     normalizer = Normalizer(fields.statistics, config.model.predict, channels, conservation).to(device)
-    further = len(channels.inputs) - len(names)
-    meta_model = build_model(config.model, len(names), further, fields.grid.shape, fields.grid.periodic)
+    # -- the whole model, on the meta device
+    num_more = len(channels.inputs) - len(names)
+    meta_model = build_model(config.model, len(names), num_more, fields.grid.shape, fields.grid.periodic)
     if config.lora.enable:
         apply_lora(meta_model, config.lora)
         if for_training:
-            some, every = count_parameters(meta_model)
-            logger.info(f"LoRA: {some:,} of {every:,} parameters train ({some / every:.2%})")
+            trained, total = count_parameters(meta_model)
+            logger.info(f"LoRA: {trained:,} of {total:,} parameters train ({trained / total:.2%})")
+    # Counted before they are sharded.
     num_parameters = sum(p.numel() for p in meta_model.parameters())
     dtype = getattr(torch, training.mixed_precision_param)
     if isinstance(meta_model, TokenModel):
@@ -99,6 +128,7 @@ def assemble(
             window_tokens = max(map(math.prod, meta_model.windows), default=meta_model.num_tokens)
             backend = preferred_backend(device, dtype, window_tokens, head_dim)
         use_backend(meta_model, backend)
+    # -- this rank's part of it
     recipe = Recipe(
         config.parallelism,
         # A forecast has no backward pass, so that nothing is stored for one.

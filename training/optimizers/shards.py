@@ -1,5 +1,5 @@
-"""This rank's parts of parameters, gradients and moments, as plain tensors for kernels; AdamW on them, and the
-trust ratios of LAMB and LARS from norms of parameters that are sharded in any way.
+"""This rank's parts of parameters, gradients and moments, as plain tensors for kernels; AdamW on them; trust
+ratios of LAMB and LARS from norms of parameters that are sharded in any way.
 """
 
 from collections.abc import Mapping, Sequence
