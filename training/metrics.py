@@ -133,8 +133,10 @@ class Metrics:
         if SCORE in record and record["step"] == self.resume_step:  # written by the start before, too
             from_first_rank(lambda: self.journal.forget(self.resume_step, SCORE))
         if self.is_first:
-            self.journal.write({k: _finite(v) for k, v in record.items()})
-        self._call("log", record)
+            missing = {k: None for k, v in record.items() if isinstance(v, float) and not math.isfinite(v)}
+            self.journal.write(record | missing)
+        assert self.loggers  # since the first `restart`
+        self.loggers.call("log", record)
 
     def has_scores(self, step: int) -> bool:
         """Return whether a validation of this step is in metrics.jsonl. Called by all ranks."""
@@ -142,17 +144,10 @@ class Metrics:
             lambda: any(r["step"] == step and SCORE in r for r in read_records(self.journal.path))
         )
 
-    def _call(self, method: str, *arguments: Any) -> None:
-        assert self.loggers  # since the first `restart`
-        self.loggers.call(method, *arguments)
-
     def close(self) -> None:
-        self._call("close")
+        if self.loggers:
+            self.loggers.call("close")
         self.journal.close()
-
-
-def _finite(value: Any) -> Any:
-    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def dense_line(record: dict[str, Any], steps: int) -> str:
