@@ -58,7 +58,7 @@ def choose_tiles(num_ranks: int, padded_shape: tuple[int, int], multiple: int) -
         refuse("parallelism.context_parallel_degree", num_ranks, reason)
 
     def cost(tiles: Tiles) -> tuple[int, int]:
-        height, width = (-(-n // parts) for n, parts in zip(most, tiles, strict=True))
+        height, width = -(-most[0] // tiles[0]), -(-most[1] // tiles[1])
         return height * width, width * (tiles[0] > 1) + height * (tiles[1] > 1)
 
     return min(valid, key=cost)
@@ -216,12 +216,12 @@ class HaloPadding(GridPadding):
 
     def __init__(
         self,
-        whole: GridPadding,
+        padding: GridPadding,
         lat_neighbors: tuple[int, int],
         lon_neighbors: tuple[int, int],
         group_name: str,
     ) -> None:
-        super().__init__(whole.before, whole.after, whole.periodic)
+        super().__init__(padding.before, padding.after, padding.periodic)
         self.lat_neighbors, self.lon_neighbors, self.group_name = lat_neighbors, lon_neighbors, group_name
 
     def beyond_longitudes(self, x: Tensor) -> tuple[Tensor, Tensor]:

@@ -19,7 +19,7 @@ from models.initialization import init_weights
 from models.registry import build_model
 from planning.start_checks import check_model
 from tests.parity import Layout, SmallRun
-from training.assembly import build_conservation
+from training.conservation import build_conservation
 from verification.rollout import model_forecast, rollout
 
 NAMES = ["total_column_water_vapour", "2m_temperature", "surface_pressure"]

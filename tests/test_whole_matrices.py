@@ -16,7 +16,7 @@ from tests.parity import Layout, SmallRun, difference, full, gather_stages
 from tests.resharding import load, save
 from training.bad_steps import step_unless
 from training.optimizers.build import build_optimizer, set_lr
-from training.optimizers.shards import SharedSums
+from training.optimizers.layerwise import SharedSums
 
 NAMES = ("LAMB", "LARS", "SGD", "Muon")
 STEPS = 3

@@ -16,15 +16,13 @@ from datasets.grid import Grid, area_weights
 from datasets.normalization import Normalizer
 from datasets.selection import Selection
 from datasets.statistics import Statistics
-from errors import DataError
 from models.attention import preferred_backend, use_backend
-from models.conservation import ConservationProjection, correction
 from models.lora import apply_lora, count_parameters
 from models.registry import build_model
 from models.weather_model import TokenModel, WeatherModel
 from parallelisms.mesh import Mesh
 from parallelisms.parallelize import ParallelModel, Recipe, parallelize
-from training.losses.quantities import coefficients, shifted_variable, variables_of
+from training.conservation import build_conservation
 
 logger = logging.getLogger(__name__)
 
@@ -65,30 +63,6 @@ class Assembly:
     def describe(self) -> str:
         channels = f"{self.meta_model.in_channels} channels in, {len(self.normalizer.mean)} out"
         return f"{self.num_parameters / 1e6:.1f} M parameters, {channels}"
-
-
-def build_conservation(
-    quantities: Sequence[str], variables: Sequence[str], statistics: Statistics, area: np.ndarray
-) -> ConservationProjection | None:
-    """Return the projection of outputs, which are changes in units of their deviations; area (H,).
-
-    Raises DataError if a variable that it needs has missing cells, because the global mean is then unknown.
-    """
-    if not quantities:
-        return None
-    names = variables_of(quantities, variables)
-    indices = [variables.index(name) for name in names]
-    # Statistics of a forecast do not count missing cells: the training has checked them.
-    for name, index in zip(names, indices, strict=True) if statistics.missing is not None else ():
-        counts, cells = statistics.missing[:, index], statistics.mean_field[0].size
-        if number := int(((counts > 0) & (counts < cells)).sum()):
-            raise DataError(
-                f"model.conserve = {list(quantities)}: {name} has no value in some cells on {number} of "
-                f"{len(counts)} dates; leave it out, or fill these cells"
-            )
-    deviations = dict(zip(variables, statistics.change_std, strict=True))
-    rows = [names.index(shifted_variable(quantity, variables)) for quantity in quantities]
-    return ConservationProjection(indices, correction(coefficients(quantities, deviations), rows), area)
 
 
 def assemble(

@@ -14,10 +14,10 @@ from torch import Tensor
 
 from config import Config
 from jobs.heartbeat import activity
-from models.conservation import ConservationProjection
 from models.noise import hash64, keys_of_members
 from parallelisms.compile import compiled
 from training.assembly import Assembly
+from training.conservation import ShardedProjection
 from training.due import Rollouts
 from training.losses.pointwise import (
     PENALTIES,
@@ -170,65 +170,3 @@ class Objective:
         if self.penalty.root_of == "variable":
             costs = target.shape[1] * costs
         return costs.sqrt().mean() if self.penalty.root_of else costs.sum()
-
-
-# -- conservation
-
-
-class ShardedProjection:
-    """The conservation of global means (`model.conserve`) on this rank's shard of the outputs.
-
-    models/conservation.py defines it, for whole fields. Ranks that share a sample add up their parts of the
-    means, also in the backward pass. n: the variables that conserved quantities are made of.
-    """
-
-    def __init__(self, projection: ConservationProjection, area: Tensor, assembly: Assembly) -> None:
-        """area (H,): weights of the rows of all fields."""
-        meta_model, self.shards = assembly.meta_model, assembly.model.shards
-        self.used, self.correction = projection.used, projection.correction
-        self.num_variables = len(assembly.normalizer.mean)
-        columns = meta_model.grid_shape[1]
-        fields = (area / (area.sum() * columns))[None, None, :, None].expand(1, 1, -1, columns)
-        shard = self.shards.cut_output(meta_model.from_fields(fields.contiguous(), with_zeros=True))
-        # (1, ...) of the cells that a shard has of a variable: 1 over all shards, 0 on padding.
-        self.area = shard.flatten(0, shard.ndim - 3)
-
-    def __call__(self, output: Tensor) -> Tensor:
-        """Return the projected shard, float32, of a shard of the output."""
-        return SubtractMeans.apply(output, self)  # type: ignore[return-value]
-
-    def split_variables(self, output: Tensor) -> Tensor:
-        """Return a view (B, V, ...) of a shard: of t tokens (B, t, V C) or of a tile (B, V, h, w)."""
-        if output.ndim == 4:
-            return output
-        return output.unflatten(-1, (self.num_variables, -1)).movedim(-2, 1)
-
-    def sums(self, output: Tensor, area: Tensor | None = None) -> Tensor:
-        """Return the sums (B, n) float64 of `used` variables over all shards, of each cell times its area."""
-        fields = self.split_variables(output)
-        cells = [fields[:, i] if area is None else fields[:, i].float() * area for i in self.used]
-        sums = torch.stack([values.flatten(1).sum(1, dtype=torch.float64) for values in cells], dim=1)
-        return self.shards.sum_over_shards(sums)
-
-
-class SubtractMeans(torch.autograd.Function):
-    """x - C mean(x) with the correction C (n, n): linear, so that its gradient is g - area C' sum(g)."""
-
-    @staticmethod
-    def forward(ctx: Any, output: Tensor, projection: ShardedProjection) -> Tensor:
-        ctx.projection, ctx.dtype = projection, output.dtype
-        shift = (projection.sums(output, projection.area) @ projection.correction.T).float()  # (B, n)
-        result = output.float().clone()
-        fields = projection.split_variables(result)
-        for number, variable in enumerate(projection.used):
-            fields[:, variable] -= shift[:, number].view(-1, 1, 1)
-        return result
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        projection, result = ctx.projection, gradients[0].float().clone()
-        fields = projection.split_variables(result)
-        shift = (projection.sums(result) @ projection.correction).float()  # (B, n)
-        for number, variable in enumerate(projection.used):
-            fields[:, variable] -= shift[:, number].view(-1, 1, 1) * projection.area
-        return result.to(ctx.dtype), None

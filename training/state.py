@@ -20,7 +20,8 @@ from training.assembly import Assembly
 from training.bad_steps import BadSteps
 from training.gradients import LossScaler
 from training.optimizers.build import build_optimizer
-from training.optimizers.shards import SharedSums, local, moment_names, zero_moment
+from training.optimizers.layerwise import SharedSums
+from training.optimizers.shards import local, moment_names, zero_moment
 
 Parameters = dict[str, nn.Parameter]  # under their own names, those of this rank
 OPTIONAL = ("ema.", "train.", "bad_steps.")  # a run without averages or fp16 saves fewer
@@ -156,11 +157,6 @@ class TrainState:
             self.scaler.load_state_dict(train)
         if self.average:  # of parameters without one: parts of lora.also_train may be new
             self.average.restart(name for name in self.parameters if f"ema.{name}" not in state)
-
-    def restart_average(self) -> None:
-        """Start the averages from the weights."""
-        if self.average:
-            self.average.restart(self.parameters)
 
 
 def build_state(config: Config, assembly: Assembly) -> TrainState:

@@ -4,10 +4,8 @@ import torch
 from torch import nn
 
 from config import Optimizer
-from training.optimizers.lamb import LAMB
-from training.optimizers.momentum import LARS, SGD
+from training.optimizers.layerwise import LAMB, LARS, SGD, SharedSums
 from training.optimizers.muon import Muon
-from training.optimizers.shards import SharedSums
 
 
 def build_optimizer(

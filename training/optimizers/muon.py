@@ -71,9 +71,13 @@ class Muon(torch.optim.AdamW):
         """Return this rank's part of the orthogonalized matrix, from its part of the matrix."""
         if not isinstance(parameter, DTensor):
             return orthogonalize(part.flatten(1).to(self.dtype)).view_as(part).to(part.dtype)
-        layout = {"shape": parameter.shape, "stride": parameter.stride()}
         sharded = DTensor.from_local(
-            part.to(self.dtype), parameter.device_mesh, parameter.placements, run_check=False, **layout
+            part.to(self.dtype),
+            parameter.device_mesh,
+            parameter.placements,
+            run_check=False,
+            shape=parameter.shape,
+            stride=parameter.stride(),
         )
         matrix = sharded.full_tensor()
         result = torch.zeros_like(sharded, dtype=part.dtype)

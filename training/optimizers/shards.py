@@ -1,11 +1,8 @@
-"""This rank's parts of parameters, gradients and moments, as plain tensors for kernels; AdamW on them; trust
-ratios of LAMB and LARS from norms of parameters that are sharded in any way.
-"""
+"""This rank's parts of parameters, gradients and moments, as plain tensors for kernels, and AdamW on them."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim.adamw import adamw
@@ -13,7 +10,6 @@ from torch.optim.adamw import adamw
 from parallelisms.float8 import plain_weight
 
 MOMENTS = ("exp_avg", "exp_avg_sq")  # of Adam and its relatives, which also have a "step" in their state
-LARGEST = 10.0  # trust ratio; You et al. 2020 leave the bound open, DeepSpeed's LAMB has the same
 
 
 def local(tensor: Tensor) -> Tensor:
@@ -89,65 +85,3 @@ def adamw_step(
         eps=group["eps"],
         maximize=False,
     )
-
-
-# -- trust ratios
-
-
-class SharedSums:
-    """Sums over all ranks of numbers computed from each rank's parts of parameters.
-
-    One all-reduce for all parameters over all ranks, including replicas, which therefore get the same bits on
-    any machine. A part that several ranks have is counted once.
-    """
-
-    def __init__(
-        self, names: Sequence[str], parameters: Mapping[str, nn.Parameter], holders: int, device: torch.device
-    ) -> None:
-        """names: of the whole model, the same on every rank; parameters: those that this rank updates;
-        holders: ranks that update each of them, or a part of it; device: where collectives take place.
-        """
-        rows = {name: row for row, name in enumerate(names)}
-        self.number, self.device = len(names), device
-        self.rows = {parameter: rows[name] for name, parameter in parameters.items()}
-        self.copies = {}  # ranks that have the same part
-        for parameter in parameters.values():
-            num_shards = 1
-            if isinstance(parameter, DTensor):
-                for axis, placement in enumerate(parameter.placements):
-                    num_shards *= 1 if placement.is_replicate() else parameter.device_mesh.size(axis)
-            self.copies[parameter] = holders / num_shards
-        self.tables: dict[tuple[nn.Parameter, ...], tuple[Tensor, Tensor]] = {}
-
-    def __call__(self, parameters: Sequence[nn.Parameter], numbers: Tensor) -> Tensor:
-        """Return the sums (N, K) over all ranks, float64, of K numbers of each of N parameters.
-
-        All ranks must call it, even those without such a parameter.
-        """
-        numbers = numbers.double()
-        if dist.get_world_size() == 1:
-            return numbers
-        key = tuple(parameters)
-        if key not in self.tables:  # cached on the device: a step must not wait for the host
-            rows = torch.tensor([self.rows[p] for p in key], dtype=torch.int64)  # (N,)
-            copies = torch.tensor([self.copies[p] for p in key], dtype=torch.float64).view(-1, 1)  # (N, 1)
-            self.tables[key] = rows.to(self.device), copies.to(self.device)
-        rows, copies = self.tables[key]
-        table = torch.zeros(self.number, numbers.shape[1], dtype=torch.float64, device=self.device)
-        table.index_copy_(0, rows, numbers.to(self.device) / copies)
-        dist.all_reduce(table)
-        return table.index_select(0, rows).to(numbers.device)
-
-
-def squared_norms(weights: list[Tensor], steps: list[Tensor]) -> Tensor:
-    """Return |w|^2 and |step|^2 of a rank's part of each parameter, (N, 2), float64."""
-    if not weights:
-        return torch.zeros(0, 2, dtype=torch.float64)
-    norms = torch._foreach_norm([*weights, *steps])  # type: ignore[reportPrivateImportUsage]
-    return torch.stack(norms).view(2, -1).T.double().square()
-
-
-def trust_ratios(weights: Tensor, steps: Tensor, coefficient: float = 1.0) -> Tensor:
-    """Return coefficient |w| / |step|, at most LARGEST, of whole parameters' norms (N,); 1 where one is 0."""
-    nonzero = (weights > 0) & (steps > 0)
-    return torch.where(nonzero, (coefficient * weights / steps).clamp(max=LARGEST), 1.0)
