@@ -110,6 +110,10 @@ def test_at_most_two_percent_train(name: str, rank: int) -> None:
         ([], "lora.enable = True: adapts a trained model; name its run in checkpoint.initial_load_path"),
         (["--model.name", "unet"], 'adapts the matrices of a ViT, and model.name = "unet" has none'),
         (["--float8.enable"], "float8.enable = True: swaps the matrices that lora.enable adapts"),
+        (
+            ["--parallelism.tensor_parallel_degree", "2"],
+            "tensor_parallel_degree = 2: does not shard the adapters",
+        ),
         (["--lora.rank", "192"], "lora.rank = 192: must be smaller than model.dim = 192"),
     ],
 )
