@@ -151,10 +151,3 @@ def apply_context_parallel(
         elif isinstance(module, Attention):
             kernel = {"ulysses": UlyssesKernel, "all_gather": AllGatherKernel}[method]
             module.kernel = kernel(module.kernel, shards.num_tokens, group)
-
-
-def trim_padding(model: nn.Module, num_tokens: int) -> None:
-    """Cut padded tokens off the keys of every block."""
-    for module in model.modules():
-        if isinstance(module, Attention):
-            module.kernel = TrimmedKernel(module.kernel, num_tokens)

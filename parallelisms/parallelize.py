@@ -14,10 +14,11 @@ from config import ActivationCheckpoint, Compile, Float8, Parallelism
 from jobs.heartbeat import span
 from models.initialization import fill_with_nan, init_weights
 from models.lora import trained
+from models.vit import Attention
 from models.weather_model import GridModel, TokenModel, WeatherModel
 from parallelisms.activation_checkpoint import apply_activation_checkpoint
 from parallelisms.compile import apply_compile
-from parallelisms.context_parallel import TokenShards, apply_context_parallel, trim_padding
+from parallelisms.context_parallel import TokenShards, TrimmedKernel, apply_context_parallel
 from parallelisms.data_parallel import Zero1, apply_ddp, apply_fsdp, exchange_gradients
 from parallelisms.domain_parallel import GridTiles, apply_domain_parallel, build_tiles, choose_tiles
 from parallelisms.float8 import apply_float8, precompute_float8_scales
@@ -223,8 +224,10 @@ def split_samples(
             apply_domain_parallel(part, shards)
     elif mesh.degrees.cp > 1:
         apply_context_parallel(part, mesh.group("cp"), method, shards, reduce_dtype)
-    elif shards.padded > shards.num_tokens:
-        trim_padding(part, shards.num_tokens)
+    elif shards.padded > shards.num_tokens:  # cut padded tokens off the keys
+        for module in part.modules():
+            if isinstance(module, Attention):
+                module.kernel = TrimmedKernel(module.kernel, shards.num_tokens)
 
 
 def materialize(

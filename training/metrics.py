@@ -108,25 +108,22 @@ class Metrics:
             "skipped_steps": self.run.state.bad_steps.skipped,  # since this start
         }
         self.write(record)
+        # Once, the measured time of a step, and memory on a GPU, next to those planned.
         if self.planned and not self.comparison and step >= self.resume_step + COMPARED_AFTER:
-            self.compare(seconds)
+            planned, size = self.planned
+            self.comparison = {"step_seconds": seconds, "planned_step_seconds": planned}
+            text = f"{seconds:.3f} s a step measured, {planned:.3f} planned ({seconds / planned:.2f} x)"
+            if size:
+                peak = memory_gib(self.device)
+                self.comparison |= {"memory_gib": peak, "planned_memory_gib": size / 2**30}
+                text += f"; {peak:.2f} GiB, {size / 2**30:.2f} planned"
+            logger.info(text)
         now = time.monotonic()
         is_due = step == self.steps or now - self.last_line >= SECONDS_BETWEEN_LINES
         if self.is_first and is_due:
             self.last_line = now
             logger.info(dense_line(record, self.steps))
         self.start_interval()
-
-    def compare(self, seconds: float) -> None:
-        """Log the measured time of a step, and memory on a GPU, next to those planned."""
-        assert self.planned
-        planned, size = self.planned
-        self.comparison = {"step_seconds": seconds, "planned_step_seconds": planned}
-        text = f"{seconds:.3f} s a step measured, {planned:.3f} planned ({seconds / planned:.2f} x)"
-        if size:
-            self.comparison |= {"memory_gib": memory_gib(self.device), "planned_memory_gib": size / 2**30}
-            text += f"; {memory_gib(self.device):.2f} GiB, {size / 2**30:.2f} planned"
-        logger.info(text)
 
     def write(self, record: dict[str, Any]) -> None:
         """Write a record into metrics.jsonl, where not-a-number becomes null, and to the loggers."""
