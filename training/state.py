@@ -23,7 +23,6 @@ from training.optimizers.build import build_optimizer
 from training.optimizers.layerwise import SharedSums
 from training.optimizers.shards import local, moment_names, zero_moment
 
-Parameters = dict[str, nn.Parameter]  # under their own names, those of this rank
 OPTIONAL = ("ema.", "train.", "bad_steps.")  # a run without averages or fp16 saves fewer
 
 
@@ -100,7 +99,7 @@ class EMA:
 class TrainState:
     """Everything that a checkpoint contains, as it is on this rank."""
 
-    parameters: Parameters
+    parameters: dict[str, nn.Parameter]  # under their own names, those of this rank
     optimizer: torch.optim.Optimizer
     scaler: LossScaler
     average: EMA | None
