@@ -204,11 +204,9 @@ class Model:
         "ViT: probability of skipping a branch of the last block for a sample in training; 0 in the first "
         "block, linear in between. Which ones depends on seed, step and date, not on the layout.",
     )
-    attention_backend: Literal["auto", "sdpa", "cudnn", "flash", "flash3", "flash4", "flash_attn", "math"] = (
-        option(
-            "auto",
-            'ViT: kernel. "auto": by device, type, number of tokens; "sdpa": torch chooses; "math": matmuls.',
-        )
+    attention_backend: Literal["auto", "sdpa", "cudnn", "flash", "flash4", "flash_attn", "math"] = option(
+        "auto",
+        'ViT: kernel. "auto": by device, type, number of tokens; "sdpa": torch chooses; "math": matmuls.',
     )
     width: Width = option(
         64, "U-Net: channels at the resolution of the grid; the number doubles at each coarser level."

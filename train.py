@@ -33,14 +33,13 @@ from parallelisms.mesh import cpu_group, mesh_of, start_ranks
 from planning.out_of_memory import run_with_watchdog
 from planning.start_checks import open_checked, plan_here
 from training.assembly import Fields, assemble
-from training.batches import Batches, choose_global_batch
+from training.batches import Batches, Samples, choose_global_batch
 from training.due import Rollouts, Schedule
 from training.metrics import Metrics
 from training.process_settings import retain_memory, set_determinism
 from training.profiler import Profiler
 from training.restart import Restart, load_or_start
 from training.run_folder import RunFolder
-from training.samples import Samples
 from training.state import build_state
 from training.step import Run, train_step
 from training.validator import Validator

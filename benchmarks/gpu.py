@@ -364,7 +364,7 @@ def first(session: Session) -> None:
     session.add(f"first step, {cache}", clock(training.loss), "s", cache=cache, depth=sizes.layers)
 
 
-BACKENDS = {"cpu": ("sdpa", "math"), "cuda": ("sdpa", "cudnn", "flash", "flash3", "flash4", "flash_attn")}
+BACKENDS = {"cpu": ("sdpa", "math"), "cuda": ("sdpa", "cudnn", "flash", "flash4", "flash_attn")}
 # In names of kernels for Hopper: cuDNN's, FlashAttention-3's and -4's; torch's flash kernel is for Ampere.
 HOPPER_KERNELS = ("cudnn", "sm90", "flash_fwd_hopper", "flash_attncute")
 
@@ -380,7 +380,7 @@ def attention_kernels(session: Session) -> None:
 
 def time_attention(session: Session, what: str, backend: str, shape: tuple[int, int, int, int]) -> None:
     check_backend(backend, session.device.type, torch.bfloat16)
-    activate(backend)
+    backend = activate(backend)
     batch, heads, tokens, head_dim = shape
     # Parts of one tensor as in models/vit.py: kernels that want them otherwise copy them.
     qkv = torch.randn((batch, tokens, heads, 3, head_dim), dtype=torch.bfloat16, device=session.device)

@@ -185,7 +185,7 @@ def time_updates(dim: int) -> list[dict[str, Any]]:
     layout = replace(Layout(1), model=(("dim", dim), ("num_layers", 2), ("num_heads", 8)))
     runs = {name: SmallRun(layout, name=name, max_norm=0.0) for name in ("AdamW", *NAMES)}
     for small in runs.values():
-        for parameter in small.model.own_parameters().values():
+        for parameter in small.model.optimized_parameters().values():
             parameter.grad = torch.randn_like(parameter)
 
     def update(small: SmallRun) -> float:

@@ -45,7 +45,7 @@ from config import Checkpoint, Config, Model, Optimizer, Training
 from datasets.selection import open_selection
 from parallelisms.mesh import start_ranks
 from tests.distributed import Ranks
-from tests.parity import Layout, SmallRun, replicate, tp
+from tests.parity import Layout, SmallRun, cut, replicate, tp
 from tests.started_jobs import records
 from train import train
 from training.config_checks import load_checked
@@ -103,7 +103,7 @@ def bare_loop(config: Config, steps: int) -> list[float]:
     retain_memory(device)
     run = RandomRun(config, selection.archive.grid.shape, len(selection.variables), device)
     model, parameters = run.model, run.model.parameters.values()
-    inputs, targets = run.objective.cut(*run.batches[0])
+    inputs, targets = cut(run.objective, *run.batches[0])
     set_lr(run.state.optimizer, 1e-3)
 
     def some_steps() -> None:

@@ -120,8 +120,8 @@ def candidates(path: Path) -> Iterator[Path]:
 
 
 def read_best(run: Path) -> dict[str, Any]:
-    """Return the record of the best checkpoint of a run (training/best.py); {} if there is none, and with a
-    warning if it cannot be read.
+    """Return the record of the best checkpoint of a run (training/validator.py); {} if there is none, and
+    with a warning if it cannot be read.
     """
     file = run / "best" / BEST
     if not file.exists():

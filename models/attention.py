@@ -15,8 +15,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from config import Model
 from errors import ConfigError, refuse
 
-# FlashAttention-3 and -4: torch's name of the implementation, and the package that has the kernels.
-IMPLEMENTATIONS = {"flash3": ("FA3", "flash_attn_interface"), "flash4": ("FA4", "flash_attn.cute")}
+# Modules of the packages with FlashAttention-2, -3 (for Hopper alone) and -4.
+FLASH_MODULES = {"flash2": "flash_attn", "flash3": "flash_attn_interface", "flash4": "flash_attn.cute"}
 FLASH4 = "4.0.0b18"  # the last version that torch 2.11 to 2.13 know how to call
 
 
@@ -24,8 +24,8 @@ def attention(q: Tensor, k: Tensor, v: Tensor, backend: str = "sdpa") -> Tensor:
     """softmax(q k^T / sqrt(E)) v; q (B, N, T, E), k and v (B, N, S, E) -> (B, N, T, E).
 
     `sdpa`, and `auto` before `use_backend`: torch chooses; `cudnn` and `flash`: one of torch's kernels;
-    `flash3` and `flash4`: torch's flash kernel after `activate`; `flash_attn`: the package; `math`: two
-    matmuls and a softmax.
+    `flash4`: torch's flash kernel after `activate`; `flash_attn`: the package, or what `activate` returns for
+    it; `math`: two matmuls and a softmax.
     """
     if backend in ("sdpa", "auto"):
         return F.scaled_dot_product_attention(q, k, v)
@@ -40,23 +40,34 @@ def attention(q: Tensor, k: Tensor, v: Tensor, backend: str = "sdpa") -> Tensor:
         return F.scaled_dot_product_attention(q, k, v)
 
 
-def activate(backend: str) -> None:
-    """Replace torch's flash kernel by FlashAttention-3 or -4, or restore it, for the whole process."""
-    implementation, _ = IMPLEMENTATIONS.get(backend, (None, ""))
+def activate(backend: str) -> str:
+    """Set the implementation of torch's flash kernel in the whole process; return the kernel for `attention`.
+
+    FlashAttention-4 is "flash4"; FlashAttention-3 is "flash_attn" on Hopper, if it is installed.
+    """
+    implementation = {"flash4": "FA4"}.get(backend)
+    if backend == "flash_attn" and _has_flash3():
+        backend, implementation = "flash", "FA3"
     if implementation == torch.nn.attention.current_flash_attention_impl():
-        return
+        return backend
     if implementation:
         torch.nn.attention.activate_flash_attention_impl(implementation)
     else:
         torch.nn.attention.restore_flash_attention_impl()
+    return backend
 
 
 def use_backend(model: nn.Module, backend: str) -> None:
     """Set the kernel of all blocks."""
-    activate(backend)
+    backend = activate(backend)
     for module in model.modules():
         if isinstance(module, Kernel):
             module.backend = backend
+
+
+def _has_flash3() -> bool:
+    is_hopper = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
+    return is_hopper and _is_installed(FLASH_MODULES["flash3"])
 
 
 # GPU generations (8: Ampere, 9: Hopper; 0: CPU), dtypes, most tokens, kernel: the first match is used.
@@ -67,7 +78,7 @@ CHOICES: tuple[tuple[range, tuple[torch.dtype, ...], float, str], ...] = (
     # Heads of 64 on an H200, forward and backward in TFLOP/s: FlashAttention-4 536 and 434, cuDNN 470 and
     # 360, FlashAttention-2 301 and 222 (benchmarks/gpu.sh).
     (range(9, 99), HALF, math.inf, "flash4"),
-    (range(9, 10), HALF, math.inf, "flash3"),  # has kernels for Hopper alone
+    (range(9, 10), HALF, math.inf, "flash3"),  # "flash_attn"; has kernels for Hopper alone
     (range(9, 99), HALF, math.inf, "cudnn"),
     (range(8, 9), HALF, math.inf, "flash"),  # cuDNN has no kernel of its own for Ampere
 )  # otherwise torch chooses
@@ -81,7 +92,7 @@ def preferred_backend(device: torch.device, dtype: torch.dtype, num_tokens: int,
     for generations, dtypes, most_tokens, backend in CHOICES:
         fits = generation in generations and dtype in dtypes and num_tokens <= most_tokens
         if fits and not find_obstacle(backend, device.type, dtype):
-            return backend
+            return "flash_attn" if backend == "flash3" else backend
     return "sdpa"
 
 
@@ -93,12 +104,12 @@ def check_backend(backend: str, device_type: str, dtype: torch.dtype) -> None:
 
 def find_obstacle(backend: str, device_type: str, dtype: torch.dtype) -> str:
     """Return why a kernel cannot run here, "" if it can."""
-    if backend in ("cudnn", "flash_attn", *IMPLEMENTATIONS) and device_type != "cuda":
+    if backend in ("cudnn", "flash_attn", *FLASH_MODULES) and device_type != "cuda":
         return f"needs a CUDA device and the run is on {device_type}"
-    if backend == "flash_attn" and not _is_installed("flash_attn"):
+    if backend == "flash_attn" and not (_is_installed(FLASH_MODULES["flash2"]) or _has_flash3()):
         return 'the package flash-attn is not installed (pip install -e ".[gpu]")'
-    if backend in IMPLEMENTATIONS and not _is_installed(IMPLEMENTATIONS[backend][1]):
-        return f"the package with {IMPLEMENTATIONS[backend][1]} is not installed"
+    if backend in FLASH_MODULES and not _is_installed(FLASH_MODULES[backend]):
+        return f"the package with {FLASH_MODULES[backend]} is not installed"
     if backend == "flash4" and torch.__version__ < "2.14" and version("flash-attn-4") != FLASH4:
         return f"returns more than this torch expects; pip install flash-attn-4=={FLASH4}"
     if device_type == "cuda" and dtype == torch.float32 and backend not in ("auto", "sdpa", "math"):

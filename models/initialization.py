@@ -23,17 +23,15 @@ def fill_with_nan(model: nn.Module) -> None:
 def init_weights(
     model: nn.Module,
     seed: int,
-    name_of: Callable[[str], str] = str,
     assign: Callable[[Tensor, Tensor], object] = Tensor.copy_,
 ) -> None:
     """Initialize every parameter from (seed, its name): equal on every layout, in any order of construction.
 
-    `name_of` removes the prefixes of wrappers from a name; `assign(parameter, value)` copies the full value
-    into a parameter, or a part of it into a sharded one. Uses as many threads as torch has.
+    `assign(parameter, value)` copies the full value into a parameter, or a part of it into a sharded one.
+    Uses as many threads as torch has.
     """
 
-    def initialize(wrapped: str, parameter: nn.Parameter) -> None:
-        name = name_of(wrapped)
+    def initialize(name: str, parameter: nn.Parameter) -> None:
         is_adapter = name.endswith(ADAPTERS)
         std = adapter_std(name, parameter.shape[1]) if is_adapter else model.initial_std(name)  # type: ignore[operator]
         with torch.no_grad():  # set for each thread

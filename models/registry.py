@@ -165,6 +165,9 @@ def _check_lora(config: Config) -> None:
         refuse("lora.enable", True, reason)
     if config.float8.enable:
         refuse("float8.enable", True, "swaps the matrices that lora.enable adapts; set one of them to false")
+    if (degree := config.parallelism.tensor_parallel_degree) > 1:
+        reason = "does not shard the adapters of lora.enable; set it to 1, all other kinds of parallelism do"
+        refuse("parallelism.tensor_parallel_degree", degree, reason)
     if lora.rank >= model.dim:
         refuse("lora.rank", lora.rank, f"must be smaller than model.dim = {model.dim}")
     if "position" in lora.also_train and model.position != "learned":

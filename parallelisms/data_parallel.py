@@ -1,13 +1,14 @@
 """Data parallelism: every rank computes its part of the batch, and gradients are averaged.
 
 DDP replicates everything; FSDP2 shards parameters, gradients and optimizer states; HSDP shards them inside
-groups and replicates the groups.
+groups and replicates the groups; ZeRO-1 is DDP with optimizer states on one rank each.
 """
 
 import logging
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
@@ -78,3 +79,37 @@ def exchange_gradients(model: nn.Module, is_last: bool) -> AbstractContextManage
     elif isinstance(model, DistributedDataParallel) and not is_last:
         return model.no_sync()
     return nullcontext()
+
+
+class Zero1:
+    """ZeRO-1 (Rajbhandari et al. 2020) in a group of replicas: each parameter is updated by one rank, which
+    sends it to the others. The arithmetic is DDP's, bit-exact.
+    """
+
+    def __init__(self, parameters: dict[str, nn.Parameter], group: dist.ProcessGroup) -> None:
+        self.group, loads = group, [0] * dist.get_world_size(group)
+        self.owned: list[dict[str, nn.Parameter]] = [{} for _ in loads]  # by rank
+        # Largest first, each to the least loaded rank.
+        for name, parameter in sorted(parameters.items(), key=lambda item: (-item[1].numel(), item[0])):
+            rank = loads.index(min(loads))
+            self.owned[rank][name] = parameter
+            loads[rank] += parameter.numel()
+        # In the order of the model, which is that of a message.
+        self.owned = [
+            {name: p for name, p in parameters.items() if name in of_rank} for of_rank in self.owned
+        ]
+
+    def mine(self) -> dict[str, nn.Parameter]:
+        """Return the parameters of this rank's optimizer."""
+        return self.owned[dist.get_rank(self.group)]
+
+    @torch.no_grad()
+    def broadcast_updates(self) -> None:
+        """Send the parameters of every owner to all ranks, in one message each, after an update."""
+        for rank, of_rank in enumerate(self.owned):
+            if parameters := list(of_rank.values()):
+                message = torch.cat([p.flatten() for p in parameters])
+                dist.broadcast(message, group=self.group, group_src=rank)
+                values = message.split([p.numel() for p in parameters])
+                for parameter, value in zip(parameters, values, strict=True):
+                    parameter.copy_(value.view_as(parameter))

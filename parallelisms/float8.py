@@ -87,5 +87,5 @@ def plain_weight(weight: Tensor) -> Tensor:
     inner = getattr(local, "_tensor", None)
     if not isinstance(weight, DTensor) or inner is None:
         return weight
-    whole = {"shape": weight.shape, "stride": weight.stride()}
-    return DTensor.from_local(inner, weight.device_mesh, weight.placements, run_check=False, **whole)
+    mesh, placements, shape, stride = weight.device_mesh, weight.placements, weight.shape, weight.stride()
+    return DTensor.from_local(inner, mesh, placements, run_check=False, shape=shape, stride=stride)

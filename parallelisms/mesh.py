@@ -212,7 +212,7 @@ def copy_part(target: Tensor, value: Tensor) -> None:
         placement = target.placements[axis]
         if isinstance(placement, Shard) or hasattr(placement, "split_factor"):
             dim, ranks, rank = placement.dim, mesh.size(axis), mesh.get_local_rank(axis)  # type: ignore[attr-defined]
-            parts = value.chunk(ranks, dim=dim)
-            value = parts[rank] if rank < len(parts) else value.narrow(dim, 0, 0)
+            chunks = value.chunk(ranks, dim=dim)
+            value = chunks[rank] if rank < len(chunks) else value.narrow(dim, 0, 0)
     local = target.to_local()
     local.copy_(value.to(local.device))

@@ -14,19 +14,17 @@ from config import ActivationCheckpoint, Compile, Float8, Parallelism
 from jobs.heartbeat import span
 from models.initialization import fill_with_nan, init_weights
 from models.lora import trained
+from models.vit import Attention
 from models.weather_model import GridModel, TokenModel, WeatherModel
 from parallelisms.activation_checkpoint import apply_activation_checkpoint
 from parallelisms.compile import apply_compile
-from parallelisms.context_parallel import apply_context_parallel, trim_padding
-from parallelisms.data_parallel import apply_ddp, apply_fsdp, exchange_gradients
+from parallelisms.context_parallel import TokenShards, TrimmedKernel, apply_context_parallel
+from parallelisms.data_parallel import Zero1, apply_ddp, apply_fsdp, exchange_gradients
 from parallelisms.domain_parallel import GridTiles, apply_domain_parallel, build_tiles, choose_tiles
 from parallelisms.float8 import apply_float8, precompute_float8_scales
 from parallelisms.mesh import Mesh, copy_part
-from parallelisms.parameter_names import canonical
 from parallelisms.pipeline import SPLIT_BACKWARD, Pipeline, cut_stages
 from parallelisms.tensor_parallel import apply_tensor_parallel
-from parallelisms.token_shards import TokenShards
-from parallelisms.zero1 import Zero1
 
 # output, and tensors of its shape by name (training/objective.py) -> this rank's part of the loss
 LossPart = Callable[[Tensor, dict[str, Tensor]], Tensor]
@@ -63,8 +61,9 @@ class ParallelModel:
 
     @cached_property
     def parameters(self) -> dict[str, nn.Parameter]:
-        """Parameters of this rank by their names in `meta_model`."""
-        return {canonical(name): p for part in self.parts for name, p in part.named_parameters()}
+        """Parameters of this rank by their names in `meta_model`, to which DDP adds a prefix."""
+        named = [pair for part in self.parts for pair in part.named_parameters()]
+        return {name.removeprefix("module."): parameter for name, parameter in named}
 
     def train(self, mode: bool = True) -> None:
         for part in self.parts:
@@ -99,7 +98,7 @@ class ParallelModel:
                 (loss * scale).backward()
         return loss.detach()
 
-    def own_parameters(self) -> dict[str, nn.Parameter]:
+    def optimized_parameters(self) -> dict[str, nn.Parameter]:
         """Return the parameters of this rank's optimizer: all trained ones, with ZeRO-1 a part of them."""
         return self.zero1.mine() if self.zero1 else trained(self.parameters)
 
@@ -136,9 +135,9 @@ class ParallelModel:
         inputs = self.shards.cut_input(self.meta_model.from_fields(fields))
         if self.pipeline:
             assert isinstance(self.shards, TokenShards) and isinstance(self.meta_model, TokenModel)
-            tokens = (len(inputs), self.shards.output_tokens, self.meta_model.dim)
-            output_shape = (*tokens[:2], self.meta_model.head.out_features)
-            output = self.pipeline.forward(inputs, keys, tokens, output_shape)
+            shape = (len(inputs), self.shards.output_tokens)  # (B, t)
+            widths = self.meta_model.dim, self.meta_model.head.out_features
+            output = self.pipeline.forward(inputs, keys, (*shape, widths[0]), (*shape, widths[1]))
         else:
             with self.recipe.autocast(self.device):
                 output = self.parts[0](inputs) if keys is None else self.parts[0](inputs, keys)
@@ -196,8 +195,7 @@ def parallelize(
         # Allocate only now that each rank has its part; fill with NaN, then set weights from (seed, name).
         with memory or nullcontext():
             is_offloaded = parallelism.cpu_offload and degrees.uses_fsdp
-            materialize(part, torch.device("cpu") if is_offloaded else device, seed)
-            move_buffers(part, device)  # FSDP offloads parameters only
+            materialize(part, torch.device("cpu") if is_offloaded else device, device, seed)
             ddp = degrees.dp_replicate > 1 and not degrees.uses_fsdp
             wrapped.append(apply_ddp(part, mesh.grid["dp_replicate"]) if ddp else part)
     pipeline = Pipeline(wrapped, indices, schedule, mesh, device) if degrees.pp > 1 else None
@@ -210,8 +208,9 @@ def parallelize(
 def build_shards(model: WeatherModel, mesh: Mesh) -> Shards:
     """Return the shards of a sample over cp, and of its output over tp: tokens, or tiles of the grid."""
     if isinstance(model, GridModel):
-        axis, grid = mesh.grid["cp"] if mesh.degrees.cp > 1 else None, (model.padded_shape, model.multiple)
-        return build_tiles(axis, choose_tiles(mesh.degrees.cp, *grid), *grid)
+        tiles = choose_tiles(mesh.degrees.cp, model.padded_shape, model.multiple)
+        axis = mesh.grid["cp"] if mesh.degrees.cp > 1 else None
+        return build_tiles(axis, tiles, model.padded_shape, model.multiple)
     assert isinstance(model, TokenModel)
     return TokenShards(mesh, model.num_tokens)
 
@@ -225,20 +224,20 @@ def split_samples(
             apply_domain_parallel(part, shards)
     elif mesh.degrees.cp > 1:
         apply_context_parallel(part, mesh.group("cp"), method, shards, reduce_dtype)
-    elif shards.padded > shards.num_tokens:
-        trim_padding(part, shards.num_tokens)
+    elif shards.padded > shards.num_tokens:  # cut padded tokens off the keys
+        for module in part.modules():
+            if isinstance(module, Attention):
+                module.kernel = TrimmedKernel(module.kernel, shards.num_tokens)
 
 
-def move_buffers(model: nn.Module, device: torch.device) -> None:
-    for module in model.modules():
+def materialize(
+    model: nn.Module, parameter_device: torch.device, device: torch.device, seed: int | None
+) -> None:
+    """Allocate memory, fill it with NaN (which reveals parameters without weights), then set the weights."""
+    model.to_empty(device=parameter_device)
+    if seed is not None:  # else a dry run: fake tensors have no values
+        fill_with_nan(model)
+        init_weights(model, seed, assign=copy_part)
+    for module in model.modules():  # FSDP offloads parameters only
         for name, buffer in module.named_buffers(recurse=False):
             setattr(module, name, buffer.to(device))
-
-
-def materialize(model: nn.Module, device: torch.device, seed: int | None) -> None:
-    """Allocate memory, fill it with NaN (which reveals parameters without weights), then set the weights."""
-    model.to_empty(device=device)
-    if seed is None:
-        return  # a dry run: fake tensors have no values
-    fill_with_nan(model)
-    init_weights(model, seed, name_of=canonical, assign=copy_part)

@@ -155,31 +155,22 @@ class Pipeline:
         output_shape: tuple[int, ...],
     ) -> Tensor:
         """Return the output on every rank of the pipeline, one stage after the other: for validation."""
-        x = inputs
+        x, last = inputs, self.num_stages - 1
         for index in range(self.num_stages):
-            owner, following = self._owner(index), self._owner(index + 1)
+            owner = self._owner(index)
             if index in self.indices:
                 x = self.parts[self.indices.index(index)](x, keys).float()
-                if following not in (None, owner):
-                    dist.send(x.contiguous(), group=self.group, group_dst=following)
-            elif following is not None and index + 1 in self.indices:
+                if index < last and self._owner(index + 1) != owner:
+                    dist.send(x.contiguous(), group=self.group, group_dst=self._owner(index + 1))
+            elif index + 1 in self.indices:
                 x = torch.empty(tokens_shape, device=self.device)
                 dist.recv(x, group=self.group, group_src=owner)
-        return self.of_last_stage(x, output_shape)
-
-    def of_last_stage(self, output: Tensor | None, shape: tuple[int, ...]) -> Tensor:
-        """Broadcast the output of the last stage, float32, to every rank of the pipeline."""
-        if self.has_last:
-            assert output is not None
-            result = output.float().contiguous()
-        else:
-            result = torch.empty(shape, device=self.device)
-        dist.broadcast(result, group=self.group, group_src=self._owner(self.num_stages - 1))
+        # Every rank of the pipeline gets the output of the last stage, float32.
+        result = x.contiguous() if self.has_last else torch.empty(output_shape, device=self.device)
+        dist.broadcast(result, group=self.group, group_src=self._owner(last))
         return result
 
-    def _owner(self, stage: int) -> int | None:
-        """Return the rank of a stage in the pipeline's group, None after the last."""
-        if stage >= self.num_stages:
-            return None
+    def _owner(self, stage: int) -> int:
+        """Return the rank of a stage in the pipeline's group."""
         lap, index = divmod(stage, self.num_ranks)
         return self.num_ranks - 1 - index if self.schedule_name in V_SCHEDULES and lap == 1 else index

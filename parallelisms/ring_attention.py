@@ -173,9 +173,10 @@ def attend_backward(
         grad_here = torch.zeros(keys_values.shape, dtype=torch.float32, device=q.device)
         if valid := ring.valid(step, chunk):
             keys, values = keys_values[:, :, :, :valid].unbind(0)
-            parts = backward(grad, q, keys, values, out, lse)
-            grad_q += parts[0]
-            grad_here[0, :, :, :valid], grad_here[1, :, :, :valid] = parts[1:]
+            grad_q_here, grad_keys, grad_values = backward(grad, q, keys, values, out, lse)
+            grad_q += grad_q_here
+            grad_here[0, :, :, :valid] = grad_keys
+            grad_here[1, :, :, :valid] = grad_values
         wait_for(grad_works)
         grad_here += grad_before
         grad_before, grad_works = ring.pass_on(grad_here.to(sent), GRADIENTS)

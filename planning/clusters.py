@@ -18,7 +18,7 @@ from planning.constants import REACHED, SCORE_BYTES
 PRECISION = {"float32": "fp32", "bfloat16": "bf16", "float16": "bf16", "float8": "fp8"}
 # Of model.attention_backend: cuDNN's, which torch 2.11 chooses by itself ("sdpa": benchmarks/gpu.sh on an
 # H100), and FlashAttention-3 or -4; "auto" takes one of these.
-HOPPER_KERNELS = ("auto", "sdpa", "cudnn", "flash3", "flash4")
+HOPPER_KERNELS = ("auto", "sdpa", "cudnn", "flash_attn", "flash4")
 
 
 @dataclass(frozen=True)

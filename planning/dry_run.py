@@ -237,7 +237,7 @@ def reduced_bucket(
 
 def make_states(model: ParallelModel, state: TrainState) -> None:
     """Allocate the optimizer states, as after the first step: the peak of a run is that of its second."""
-    for parameter in model.own_parameters().values():
+    for parameter in model.optimized_parameters().values():
         parameter.grad = torch.zeros_like(parameter)
     state.optimizer.step()
     model.zero_grad()

@@ -351,11 +351,12 @@ def update_seconds(work: Workload, cluster: Cluster) -> float:
 
 
 def update_bytes(work: Workload) -> float:
-    """Read and written by a rank's optimiser."""
+    """Read and written by a rank's optimiser; one that was not measured counts as AdamW."""
     number, inside = shard_parameters(work), 0.0
     if work.optimizer == "Muon":
         inside = number * work.model.layers * work.model.matrix_parameters / work.model.parameters
-    return constants.UPDATE_BYTES[work.optimizer] * (number - inside) + constants.MUON_BYTES * inside
+    measured = constants.UPDATE_BYTES.get(work.optimizer, constants.UPDATE_BYTES["AdamW"])
+    return measured * (number - inside) + constants.MUON_BYTES * inside
 
 
 def orthogonal_seconds(work: Workload, device: Device) -> float:

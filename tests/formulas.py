@@ -1,8 +1,7 @@
 """Closed forms with which tests compare the program."""
 
 from models.unet import UNet
-from parallelisms.domain_parallel import GridTiles
-from parallelisms.halo_exchange import NO_RANK
+from parallelisms.domain_parallel import NO_RANK, GridTiles
 
 
 def halo_traffic(model: UNet, tiles: GridTiles, batch_size: int, itemsize: int) -> tuple[int, int]:

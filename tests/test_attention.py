@@ -28,7 +28,8 @@ CPU, GPU = torch.device("cpu"), torch.device("cuda")
         ((8, 0), torch.bfloat16, 4096, "", "flash"),
         ((8, 0), torch.float32, 4096, "", "sdpa"),
         ((9, 0), torch.bfloat16, 4096, "", "cudnn"),
-        ((9, 0), torch.bfloat16, 4096, "flash_attn_interface", "flash3"),
+        ((9, 0), torch.bfloat16, 4096, "flash_attn_interface", "flash_attn"),
+        ((9, 0), torch.bfloat16, 4096, "flash_attn", "cudnn"),  # written for Ampere
         ((10, 0), torch.float16, 4096, "flash_attn.cute", "flash4"),
         ((7, 0), torch.float16, 4096, "", "sdpa"),
     ],
@@ -75,7 +76,7 @@ def test_a_token_attends_to_those_of_its_window(window, backend):
     torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-6)
 
 
-@pytest.mark.parametrize("backend", ["cudnn", "flash3", "flash4", "flash_attn"])
+@pytest.mark.parametrize("backend", ["cudnn", "flash4", "flash_attn"])
 def test_a_kernel_that_a_machine_lacks_is_one_line(backend):
     with pytest.raises(ValueError, match=f'"{backend}": needs a CUDA device .* use "sdpa"'):
         check_backend(backend, "cpu", torch.bfloat16)

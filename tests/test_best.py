@@ -17,8 +17,8 @@ from errors import ConfigError
 from jobs.heartbeat import activity
 from tests.planned import run_train
 from tests.started_jobs import write_config
-from training.best import Best
 from training.config_checks import load_checked
+from training.validator import Best
 
 SCORE = "val/rmse/10m_u_component_of_wind@24h"
 VALIDATION = ["--validation.enable", "--data.validation_period", '["2020-01-10", "2020-01-12"]']
@@ -84,7 +84,9 @@ def test_a_score_that_cannot_be_recorded_is_not_the_best(checkpointer, tmp_path,
     """A later, worse one was not taken."""
     best = best_of(checkpointer)
     with monkeypatch.context() as full:
-        full.setattr("training.best.write_durably", Mock(side_effect=OSError(28, "No space left on device")))
+        full.setattr(
+            "training.validator.write_durably", Mock(side_effect=OSError(28, "No space left on device"))
+        )
         validate(best, checkpointer, 1, 1.0)
     assert best.value == math.inf and not read_best(tmp_path)
     validate(best, checkpointer, 2, 2.0)

@@ -10,9 +10,9 @@ import torch
 
 from datasets.grid import area_weights, global_grid
 from models.noise import COARSE, FINE, NoiseFields, between, hash64, keys_of_members, noise_keys, noise_names
-from tests.parity import Layout, SmallRun, difference, full
+from tests.parity import Layout, SmallRun, cut, difference, full
 from tests.test_losses import assert_as_exact
-from training.losses.penalties import CRPS, by_member
+from training.losses.pointwise import CRPS, by_member
 
 ALPHA = 0.95  # Lang et al. 2024
 
@@ -97,7 +97,7 @@ def test_the_loss_of_fields_with_holes(one_rank):
     fields, times = run.data[:2], torch.arange(2) * 21_600
     changes = torch.randn(6, 3, 11, 10, generator=torch.Generator().manual_seed(3))
     conditions = objective.draw_noise(objective.noise_keys(1, times), times)
-    targets = objective.cut(fields, times, *conditions).targets
+    targets = cut(objective, fields, times, *conditions).targets
     found = objective.loss_part(run.model.meta_model.from_fields(changes), targets)
     states = fields[:, 0].repeat_interleave(3, 0) + scale * changes
     truth = fields[:, 1]

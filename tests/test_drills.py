@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 from tests.parity import Layout, SmallRun, replicate, tp
 from tests.started_jobs import ROOT, small_dataset, small_wave, write_config
 from tests.test_start_checks import small  # noqa: F401  (a fixture)
-from training.fingerprints import Fingerprints, ReplicasDiverged, find_difference, sum_of_bits
+from training.fingerprints import Fingerprints, ReplicasDiverged, sum_of_bits
 
 LARGE = ["--model.dim", "128", "--model.patch_size", "[1,1]", "--training.local_batch_size", "256"]
 USUAL = re.compile(r"rank +\d: \w+ \d$|[\d:]+  (2 ranks|train: |[\d.]+ M parameters, |step +\d+/|saved )")
@@ -42,8 +42,8 @@ def test_replicas_that_diverge(tmp_path):
     options += ["--checkpoint.interval", "4", "--checkpoint.async_mode", "disabled"]
     code, said = drill(tmp_path, "flip_a_bit", *options)
     assert code == 1 and len(said) == 1, said
-    assert said[0].startswith("rossby: step 8: replicas have diverged: rank 1 ("), said
-    assert "has other bits than rank 0 in blocks.1.mlp.up.weight" in said[0]
+    assert said[0].startswith("rossby: step 8: replicas have diverged: rank 0 ("), said
+    assert ", rank 1 (" in said[0] and "have different bits in blocks.1.mlp.up.weight;" in said[0]
     assert "all were alike after step 4" in said[0]
     assert sorted(path.name for path in (tmp_path / "run/checkpoints").iterdir()) == ["step-00000004"]
 
@@ -103,14 +103,6 @@ def test_a_fingerprint_knows_every_bit():
     assert sum_of_bits(numbers[1:]) == sum_of_bits(numbers[1:].clone())  # wherever it lies in memory
     halves = numbers.bfloat16()
     assert sum_of_bits(halves) == sum_of_bits(halves.clone()) != sum_of_bits(numbers)
-
-
-def test_who_stands_alone():
-    same = {"fsdp 0": {"a": 1, "b": 2}}
-    other = {"fsdp 0": {"a": 1, "b": 3}}
-    assert find_difference([same, same, other, same]) == ([2], [0, 1, 3], ["b"])
-    shard = {"fsdp 1": {"a": 9, "b": 9}}
-    assert find_difference([same, shard, same, {"fsdp 1": {"a": 8, "b": 9}}]) == ([3], [1], ["a"])
 
 
 def check_parts(layout: Layout) -> list[str]:

@@ -22,10 +22,9 @@ from parallelisms.parallelize import Recipe, parallelize
 from tests.distributed import shared_mesh
 from tests.parity import full, global_grid
 from training.bad_steps import BadSteps
-from training.ema import EMA
 from training.gradients import LossScaler
 from training.optimizers.build import parameter_groups
-from training.state import Progress, TrainState
+from training.state import EMA, Progress, TrainState
 
 GRID, LARGER = (8, 16), (13, 20)
 KEY = "checkpoint.initial_load_path"

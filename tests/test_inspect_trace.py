@@ -65,9 +65,9 @@ def run_with_stalls(folder: Path, *options: str) -> Path:
     """A run with a sleep in its loader, one in its loop, and a value read in each step; its folder."""
     cut, count = Objective.cut, Metrics.count_step
 
-    def cut_and_read(self, fields, times):
-        float(fields.nansum())
-        return cut(self, fields, times)
+    def cut_and_read(self, window, *others):
+        float(window.nansum())
+        return cut(self, window, *others)
 
     def wait_and_count(self):
         time.sleep(STALL)
@@ -77,7 +77,7 @@ def run_with_stalls(folder: Path, *options: str) -> Path:
     settings = "--training.steps 6 --checkpoint.enable false --metrics.log_freq 100"
     traced = "--profiling.enable_profiling true --profiling.profile_freq 6 --profiling.profile_steps 3"
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("training.samples.FieldDataset", SlowDataset)
+        patch.setattr("training.batches.FieldDataset", SlowDataset)
         patch.setattr(Objective, "cut", cut_and_read)
         patch.setattr(Metrics, "count_step", wait_and_count)
         train(load_checked([*files, *settings.split(), *traced.split(), *options]))

@@ -23,8 +23,7 @@ from errors import ConfigError
 from tests.planned import run_train
 from tests.started_jobs import ROOT, losses, run_options, write_config
 from tests.test_metrics import CONTRACT
-from training.loggers.opening import EXTRAS, Loggers, check_loggers, open_loggers
-from training.loggers.stored_run import StoredRun
+from training.loggers.opening import EXTRAS, Loggers, StoredRun, check_loggers, open_loggers
 from training.loggers.tensorboard_run import Logger as TensorBoard
 
 GRAFANA = ROOT / "docs/grafana"

@@ -110,6 +110,10 @@ def test_at_most_two_percent_train(name: str, rank: int) -> None:
         ([], "lora.enable = True: adapts a trained model; name its run in checkpoint.initial_load_path"),
         (["--model.name", "unet"], 'adapts the matrices of a ViT, and model.name = "unet" has none'),
         (["--float8.enable"], "float8.enable = True: swaps the matrices that lora.enable adapts"),
+        (
+            ["--parallelism.tensor_parallel_degree", "2"],
+            "tensor_parallel_degree = 2: does not shard the adapters",
+        ),
         (["--lora.rank", "192"], "lora.rank = 192: must be smaller than model.dim = 192"),
     ],
 )
@@ -135,9 +139,9 @@ def weights_after(layout: Layout, settings: dict) -> dict[str, np.ndarray]:
 
 
 @pytest.mark.parametrize("name", SETTINGS)
-def test_ways_to_update_under_fsdp_and_tensor_parallelism(ranks, name: str) -> None:
+def test_ways_to_update_under_hsdp(ranks, name: str) -> None:
     """Equal to one process."""
-    layout = replace(TABLE["lora, fsdp 2 x tp 2"], model=(("dim", 128),))
+    layout = replace(TABLE["lora, hsdp 2 x 2"], model=(("dim", 128),))
     expected = ranks(1).run(weights_after, reference_of(layout), SETTINGS[name])[0]
     got = ranks(4).run(weights_after, layout, SETTINGS[name])[0]
     assert difference(got, expected)[0] < 1e-4
@@ -161,7 +165,7 @@ def start(folder: Path, layout: Layout) -> dict[str, np.ndarray]:
 
 
 def test_a_base_is_read_alike_on_every_layout_and_so_is_what_is_saved(ranks, tmp_path: Path) -> None:
-    layout = TABLE["lora, fsdp 2 x tp 2"]
+    layout = TABLE["lora, hsdp 2 x 2"]
     ranks(1).run(save, tmp_path / "base", Layout(), 0)
     expected = ranks(1).run(start, tmp_path / "base", reference_of(layout))[0]
     for got in ranks(4).run(start, tmp_path / "base", layout):

@@ -11,17 +11,15 @@ from torch import Tensor
 
 from config import Training
 from datasets.grid import area_weights, global_grid
-from tests.parity import Layout, SmallRun
-from training.losses.penalties import PENALTIES
+from tests.parity import Layout, SmallRun, cut
 from training.losses.pointwise import (
-    fused_sum_of_costs,
-    root_loss,
-    sum_of_costs,
-)
-from training.losses.weights import (
+    PENALTIES,
     change_weights,
+    fused_sum_of_costs,
     mean_weights,
     relative_l2_weights,
+    root_loss,
+    sum_of_costs,
 )
 
 
@@ -189,7 +187,7 @@ def test_outputs_and_the_states_they_lead_to_have_one_loss(one_rank, loss, layou
     fields, times = run.data[:8], torch.zeros(8, dtype=torch.int64)
     changes = torch.randn(8, 3, 11, 10, generator=torch.Generator().manual_seed(3))
     output = objective.project(objective.meta_model.from_fields(changes)).requires_grad_()
-    loss_part = objective.loss_part(output, objective.cut(fields, times).targets)
+    loss_part = objective.loss_part(output, cut(objective, fields, times).targets)
     found = loss_part.item()
     states, truth = normalizer.advance(fields[:, 0], changes), fields[:, 1]
     parts = [objective.loss_of_fields(states[i : i + 1], truth[i : i + 1]) for i in range(8)]

@@ -13,10 +13,10 @@ from torch.distributed.tensor import DTensor
 
 from config import LrScheduler, Optimizer
 from tests.parity import Layout, SmallRun, full
-from training.ema import EMA
 from training.optimizers.build import build_optimizer
+from training.optimizers.layerwise import SharedSums
 from training.optimizers.lr_schedules import DECAYS, SCALINGS, lr_factor, peak_lr
-from training.optimizers.trust_ratios import SharedSums
+from training.state import EMA
 
 
 def choices(section: type, key: str) -> tuple[str, ...]:

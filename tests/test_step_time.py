@@ -38,6 +38,7 @@ def test_updates_by_hand():
     """Bytes of LAMB and SGD over AdamW's; Muon's products of 48 blocks of 12 D^2 weights."""
     update = {n: step_time(WORK.replace(optimizer=n), A100) for n in ("AdamW", "LAMB", "SGD", "LARS", "Muon")}
     assert update_bytes(WORK.replace(optimizer="LAMB")) / update_bytes(WORK) == pytest.approx(60 / 28)
+    assert update_bytes(WORK.replace(optimizer="new")) == update_bytes(WORK)  # was a KeyError
     times = [update[name].classes["update"] for name in ("AdamW", "SGD", "LARS", "LAMB")]
     assert times == sorted(times)
     # (m, n) with m <= n: 2 (m^2 n + m^3 + m^2 n) FLOP, five times; D = m and n of 3, 1, 4 and 4 D.

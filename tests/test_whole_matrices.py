@@ -16,7 +16,7 @@ from tests.parity import Layout, SmallRun, difference, full, gather_stages
 from tests.resharding import load, save
 from training.bad_steps import step_unless
 from training.optimizers.build import build_optimizer, set_lr
-from training.optimizers.trust_ratios import SharedSums
+from training.optimizers.layerwise import SharedSums
 
 NAMES = ("LAMB", "LARS", "SGD", "Muon")
 STEPS = 3
@@ -103,6 +103,28 @@ def test_a_bad_step_leaves_no_trace(one_rank, name: str, bad_step: int) -> None:
         states = skipping.state[left], straight.state[right]
         assert states[0].keys() == states[1].keys()
         assert all(torch.equal(states[0][key], states[1][key]) for key in states[0])
+
+
+@pytest.mark.parametrize("name", ("SGD", "LARS"))
+def test_without_momentum_a_step_is_the_gradient(one_rank, name: str) -> None:
+    """It was a traceback of torch's kernel, which takes no buffers then. Nothing is kept between steps."""
+    model = small_model()
+    parameters = dict(model.named_parameters())
+    sums = SharedSums(list(parameters), parameters, 1, torch.device("cpu"))
+    settings = Optimizer(name=name, momentum=0.0, weight_decay=0.0)  # type: ignore[arg-type]
+    optimizer = build_optimizer(parameters, settings, sums, torch.float32)
+    set_lr(optimizer, 1e-2)
+    for _ in range(2):
+        before = {key: p.detach().clone() for key, p in parameters.items()}
+        for parameter in parameters.values():
+            parameter.grad = torch.randn(parameter.shape)
+        optimizer.step()
+        for key, parameter in parameters.items():
+            assert parameter.grad is not None
+            is_scaled = name == "LARS" and parameter.ndim > 1
+            rate = 1e-2 * (1e-3 * before[key].norm() / parameter.grad.norm() if is_scaled else 1.0)
+            torch.testing.assert_close(parameter.detach(), before[key] - rate * parameter.grad)
+    assert not any(optimizer.state.values())
 
 
 def test_muon_takes_the_step_of_torch(one_rank) -> None:

@@ -78,18 +78,21 @@ def assemble(
     memory: context in which the model is allocated, without values: a dry run's FakeTensorMode.
     """
     training = config.training
+    # -- conversions between physical fields and the model's input and output
     channels = Channels.of(config.data, config.model.noise_dim)
     conditions = Conditions(fields.static, channels, fields.grid).to(device)
-    rows, names = area_weights(fields.grid.latitude), channels.variables
-    conservation = build_conservation(config.model.conserve, names, fields.statistics, rows)
+    names, area = channels.variables, area_weights(fields.grid.latitude)
+    conservation = build_conservation(config.model.conserve, names, fields.statistics, area)
     normalizer = Normalizer(fields.statistics, config.model.predict, channels, conservation).to(device)
-    further = len(channels.inputs) - len(names)
-    meta_model = build_model(config.model, len(names), further, fields.grid.shape, fields.grid.periodic)
+    # -- the whole model, on the meta device
+    num_more = len(channels.inputs) - len(names)
+    meta_model = build_model(config.model, len(names), num_more, fields.grid.shape, fields.grid.periodic)
     if config.lora.enable:
         apply_lora(meta_model, config.lora)
         if for_training:
-            some, every = count_parameters(meta_model)
-            logger.info(f"LoRA: {some:,} of {every:,} parameters train ({some / every:.2%})")
+            trained, total = count_parameters(meta_model)
+            logger.info(f"LoRA: {trained:,} of {total:,} parameters train ({trained / total:.2%})")
+    # Counted before they are sharded.
     num_parameters = sum(p.numel() for p in meta_model.parameters())
     dtype = getattr(torch, training.mixed_precision_param)
     if isinstance(meta_model, TokenModel):
@@ -99,6 +102,7 @@ def assemble(
             window_tokens = max(map(math.prod, meta_model.windows), default=meta_model.num_tokens)
             backend = preferred_backend(device, dtype, window_tokens, head_dim)
         use_backend(meta_model, backend)
+    # -- this rank's part of it
     recipe = Recipe(
         config.parallelism,
         # A forecast has no backward pass, so that nothing is stored for one.

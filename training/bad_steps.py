@@ -42,8 +42,10 @@ class BadSteps:
         self.bad = torch.zeros(WINDOW, dtype=torch.bool, device=device)
         self.seen_here = torch.zeros((), dtype=torch.int64, device=device)  # losses of this rank not finite
         self.total = torch.zeros((), dtype=torch.int64, device=device)
-        # At the last check: number, description, the first of the last 100, the newest of all.
-        self.skipped, self.diagnosis, self.first, self.now = 0, "", 0, False
+        # At the last check, equal on all ranks:
+        self.skipped, self.diagnosis = 0, ""  # steps since this start; description of the last ones
+        self.first = 0  # of the bad steps that lead to a rollback
+        self.now = False  # whether the last step is bad
 
     @property
     def window(self) -> dict[str, Tensor]:
@@ -65,39 +67,42 @@ class BadSteps:
         if self.spike_threshold:
             if self.rollouts.begins_stage(step):
                 self.losses.fill_(torch.nan)  # of shorter rollouts, which are lower
-            bad |= loss > self._ceiling()
+            # The loss above which a step counts as a spike is infinite while there are few losses.
+            median = self.losses.nanmedian()
+            deviation = TO_SIGMA * (self.losses - median).abs().nanmedian()
+            is_known = self.losses.isfinite().sum() >= ENOUGH
+            bad |= loss > torch.where(is_known, median + self.spike_threshold * deviation, torch.inf)
             self.losses[step % WINDOW] = torch.where(bad, torch.nan, loss)
         self.bad[step % WINDOW] = bad
         self.total += bad
         return bad
-
-    def _ceiling(self) -> Tensor:
-        """Loss above which a step counts as a spike; infinite while there are few losses."""
-        median = self.losses.nanmedian()
-        deviation = TO_SIGMA * (self.losses - median).abs().nanmedian()
-        enough = self.losses.isfinite().sum() >= ENOUGH
-        return torch.where(enough, median + self.spike_threshold * deviation, torch.inf)
 
     def too_many(self, step: int, last: bool = False) -> bool:
         """Return True if too many of the last 100 steps were skipped, or the last step of the run was.
 
         Waits for the device and communicates with all ranks, so that they decide together.
         """
-        mine = torch.cat([torch.stack([self.total, self.seen_here]), self.bad.long()])
-        counts = [torch.zeros_like(mine) for _ in range(dist.get_world_size())]
-        dist.all_gather(counts, mine)
-        together = torch.stack(counts).cpu()  # (ranks, 2 + WINDOW)
-        total, bad = int(together[:, 0].max()), together[:, 2:].any(0).tolist()
+        # The counts of all ranks, on the host.
+        counts = torch.cat([torch.stack([self.total, self.seen_here]), self.bad.long()])
+        gathered = [torch.zeros_like(counts) for _ in range(dist.get_world_size())]
+        dist.all_gather(gathered, counts)
+        table = torch.stack(gathered).cpu()  # (ranks, 2 + WINDOW)
+        bad = table[:, 2:].any(0).tolist()
         recent = [s for s in range(max(step - WINDOW, 0) + 1, step + 1) if bad[s % WINDOW]]
-        self.first, self.now = min(recent, default=step + 1), bad[step % WINDOW]
+
+        # What is new is logged, with the ranks that have seen it.
+        total = int(table[:, 0].max())
         if total > self.skipped:
-            ranks = together[:, 1].nonzero().flatten().tolist()
+            ranks = table[:, 1].nonzero().flatten().tolist()
             where = f"; losses that are not finite on ranks {ranks}" if ranks else ""
-            window = f"{len(recent)} of the last {min(step, WINDOW)} steps up to step {step}"
-            self.diagnosis = f"{window} were bad, the first at {self.first}{where}"
+            steps = f"{len(recent)} of the last {min(step, WINDOW)} steps up to step {step}"
+            first = min(recent, default=step + 1)
+            self.diagnosis = f"{steps} were bad, the first at {first}{where}"
             logger.warning(f"{total - self.skipped} steps skipped: {self.diagnosis}")
-        self.skipped = total
+        self.skipped, self.now = total, bad[step % WINDOW]
+
         if len(recent) > MOST_SKIPPED:
+            self.first = recent[0]
             return True
         self.first = step + 1  # steps that were skipped earlier do not cause a rollback to before them
         while self.first - 1 in recent:

@@ -1,9 +1,10 @@
-"""Micro-batches of each step on the device, a function of the progress of the run."""
+"""Samples of a run, and its micro-batches of each step on the device, a function of its progress."""
 
 import logging
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -11,15 +12,58 @@ from torch import Tensor
 
 from config import Config, Training
 from datasets.field_dataset import FieldDataset
+from datasets.grid import area_weights
 from datasets.loader import TrainLoader, TrainSampler
 from datasets.options import COPIES_AHEAD
+from datasets.selection import Selection
+from datasets.statistics import Numbers, load_statistics
 from errors import ConfigError
 from jobs.heartbeat import span
+from parallelisms.mesh import from_first_rank
 from parallelisms.parallelize import ParallelModel
 from training.due import Rollouts
 from training.state import Progress, TrainState
 
-logger = logging.getLogger(__name__)
+logger = logging.getLogger("rossby")
+
+
+class Samples:
+    """Samples of all periods of a training store, created by all ranks together."""
+
+    def __init__(self, selection: Selection, folder: Path, trained: Numbers | None = None) -> None:
+        """folder: the run's, for the statistics file; trained: the statistics of its checkpoints.
+
+        Raises DataError if the training dates have changed.
+        """
+        self.selection = selection
+        self.area = area_weights(selection.archive.grid.latitude)  # (H,)
+        self.statistics = from_first_rank(
+            lambda: load_statistics(
+                folder / "statistics.npz",
+                selection.archive,
+                selection.variables,
+                selection.train,
+                selection.step,
+                trained,
+            )
+        )
+
+    def dataset(self, period: str, later: Sequence[int]) -> FieldDataset:
+        """Return samples of a window and the dates t + later x step in a period."""
+        chosen = self.selection.samples(period, later)
+        logger.info(self.selection.describe(period, chosen))
+        return FieldDataset(self.selection.archive, self.selection.variables, chosen, self.selection.history)
+
+    def dataset_by_lead(
+        self, period: str, leads: Sequence[int], limit: int = 0, history: int = 1
+    ) -> FieldDataset:
+        """Return samples of a window of `history` states and the state at each lead, NaN where it is missing.
+        With a limit, ranks may read different samples.
+        """
+        chosen = self.selection.samples_by_lead(period, leads, limit, history)
+        if not limit:
+            logger.info(self.selection.describe(period, chosen))
+        return FieldDataset(self.selection.archive, self.selection.variables, chosen, history)
 
 
 class Batch(NamedTuple):
@@ -44,14 +88,21 @@ class Batches:
         global_batch: int,
     ) -> None:
         """dataset: samples with as many later states as the longest rollout has steps."""
-        training, data = config.training, config.data
-        self.progress, self.history = state.progress, data.history
+        training, degrees = config.training, model.mesh.degrees
+        self.progress, self.history = state.progress, config.data.history
         self.device, self.global_batch, self.frozen = model.device, global_batch, config.lora.enable
-        self.rollouts, smallest = Rollouts.of(training), training.local_batch_size * model.mesh.degrees.dp
-        self.micro_batches = global_batch // smallest
-        sampler = (len(dataset), training.seed, training.local_batch_size, self.micro_batches)
-        order = TrainSampler(*sampler, model.mesh.dp_rank, model.mesh.degrees.dp)
-        self.loader = TrainLoader(dataset, order, data.num_workers, pin=self.device.type == "cuda")
+        self.rollouts = Rollouts.of(training)
+        self.micro_batches = global_batch // (training.local_batch_size * degrees.dp)
+        sampler = TrainSampler(
+            len(dataset),
+            training.seed,
+            training.local_batch_size,
+            self.micro_batches,
+            model.mesh.dp_rank,
+            degrees.dp,
+        )
+        is_pinned = self.device.type == "cuda"
+        self.loader = TrainLoader(dataset, sampler, config.data.num_workers, pin=is_pinned)
         self.iterator: Iterator[Batch] = iter(())
         self.position: tuple[int, int, int] | None = None  # samples, rollbacks, steps that the iterator is at
         self.rollout_steps, self.passes = 0, 0  # of the last step; a sample's cost in forward passes
@@ -76,22 +127,24 @@ class Batches:
         if length != self.rollout_steps and self.rollouts.longest > 1:
             logger.info(f"rollouts of {length} steps from step {step} on")
         if self.position != (progress.samples, progress.rollbacks, length):
-            dates, accumulation = self.history + length, self.micro_batches
-            where = (progress.samples, progress.rollbacks)
-            loaded = self.loader.iterate(*where, num_dates=dates, accumulation=accumulation)
+            loaded = self.loader.iterate(
+                progress.samples,
+                progress.rollbacks,
+                num_dates=self.history + length,
+                accumulation=self.micro_batches,
+            )
             self.iterator = on_device(loaded, self.device)
         self.position, self.seconds = None, 0.0
         self.rollout_steps, self.passes = length, self.rollouts.passes(length, self.frozen)
         for _ in range(self.micro_batches):
-            yield self._next()
+            with span("data"):
+                started = time.perf_counter()
+                fields, times = next(self.iterator)
+                self.seconds += time.perf_counter() - started
+                batch = Batch(self.loader.dataset.unpack(fields), times)
+            yield batch
+            del batch, fields  # their memory is free before the next ones are unpacked
         self.position = progress.samples + self.global_batch, progress.rollbacks, length
-
-    def _next(self) -> Batch:
-        with span("data"):
-            started = time.perf_counter()
-            fields, times = next(self.iterator)
-            self.seconds += time.perf_counter() - started
-            return Batch(self.loader.dataset.unpack(fields), times)
 
 
 def on_device(batches: Iterator[tuple[Tensor, Tensor]], device: torch.device) -> Iterator[Batch]:
@@ -105,15 +158,12 @@ def on_device(batches: Iterator[tuple[Tensor, Tensor]], device: torch.device) ->
             copies = Batch(fields.to(device, non_blocking=True), times.to(device, non_blocking=True))
         waiting.append((copies, stream.record_event()))
         if len(waiting) > COPIES_AHEAD:
-            yield wait_for_copy(*waiting.popleft())
-
-
-def wait_for_copy(copies: Batch, is_copied: torch.cuda.Event) -> Batch:
-    current = torch.cuda.current_stream()
-    current.wait_event(is_copied)
-    for tensor in copies:  # do not reuse its memory while this stream may read it
-        tensor.record_stream(current)
-    return copies
+            copies, is_copied = waiting.popleft()
+            current = torch.cuda.current_stream()
+            current.wait_event(is_copied)
+            for tensor in copies:  # do not reuse its memory while this stream may read it
+                tensor.record_stream(current)
+            yield copies
 
 
 def choose_global_batch(training: Training, smallest: int, progress: Progress) -> int:

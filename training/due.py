@@ -75,8 +75,8 @@ class Rollouts:
         """Return for each stage the length of its rollouts, the training step after which it begins, and its
         last step.
         """
-        parts = len(self.lengths)
-        borders = [self.steps * part // parts for part in range(parts + 1)]
+        number = len(self.lengths)
+        borders = [self.steps * stage // number for stage in range(number + 1)]
         return list(zip(self.lengths, borders, borders[1:], strict=False))
 
     def passes(self, length: int, frozen: bool = False) -> int:

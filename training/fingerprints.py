@@ -6,7 +6,6 @@ models while the loss continues to decrease. A fingerprint is the exact sum of a
 
 import os
 import socket
-from collections import Counter
 
 import torch
 import torch.distributed as dist
@@ -55,27 +54,34 @@ class Fingerprints:
         """Raise ReplicasDiverged on all ranks if two of them differ; then nothing is saved."""
         if dist.get_world_size() == 1 or not (saves or every(INTERVAL, step)):
             return
-        mine = {}
+        sums: dict[str, dict[str, int]] = {}
         for shard, parameters in self.shards.items():
-            sums = torch.stack([sum_of_bits(parameter) for parameter in parameters.values()])
-            mine[shard] = dict(zip(parameters, sums.tolist(), strict=True))
-        gathered = from_all_ranks((f"{socket.gethostname()}, pid {os.getpid()}", mine))
-        difference = find_difference([sums for _, sums in gathered])
-        if not difference:
-            self.last_equal = f"after step {step}"
-            return
-        odd, rest, names = difference
-        odd_places = ", ".join(f"rank {rank} ({gathered[rank][0]})" for rank in odd)
-        against = f"rank{'s' * (len(rest) > 1)} {', '.join(map(str, rest))}"
-        more = f" and {len(names) - MOST_NAMES} more" if len(names) > MOST_NAMES else ""
-        hint = "" if len(rest) > len(odd) else ", and two ranks alone do not show which is right"
-        raise ReplicasDiverged(
-            f"step {step}: replicas have diverged: {odd_places} has other bits than {against} in "
-            f"{', '.join(names[:MOST_NAMES])}{more}{hint}; all were alike {self.last_equal}. A device that "
-            "computes wrong or memory that flips does this, or code that decides on one rank alone. Start "
-            "again to go on from the newest checkpoint, which was compared before it was saved; if the same "
-            "rank is named again, without its host"
-        )
+            values = torch.stack([sum_of_bits(parameter) for parameter in parameters.values()])
+            sums[shard] = dict(zip(parameters, values.tolist(), strict=True))
+        gathered = from_all_ranks((f"{socket.gethostname()}, pid {os.getpid()}", sums))
+
+        # -- in each shard, the parameters with different sums on the ranks that have it
+        for shard in dict.fromkeys(shard for _, of_rank in gathered for shard in of_rank):
+            of_ranks = {
+                rank: of_rank[shard] for rank, (_, of_rank) in enumerate(gathered) if shard in of_rank
+            }
+            names = []
+            for name in next(iter(of_ranks.values())):
+                values = [of_rank[name] for of_rank in of_ranks.values()]
+                if min(values) != max(values):
+                    names.append(name)
+            if not names:
+                continue
+            places = [f"rank {rank} ({gathered[rank][0]})" for rank in of_ranks]
+            more = f" and {len(names) - MOST_NAMES} more" if len(names) > MOST_NAMES else ""
+            raise ReplicasDiverged(
+                f"step {step}: replicas have diverged: {', '.join(places)} have different bits in "
+                f"{', '.join(names[:MOST_NAMES])}{more}; all were alike {self.last_equal}. A device that "
+                "computes wrong or memory that flips does this, or code that decides on one rank alone. "
+                "Start again to go on from the newest checkpoint, which was compared before it was saved; if "
+                "it happens again, without one of these hosts at a time"
+            )
+        self.last_equal = f"after step {step}"
 
 
 def sum_of_bits(parameter: Tensor) -> Tensor:
@@ -88,19 +94,3 @@ def sum_of_bits(parameter: Tensor) -> Tensor:
     end = len(local) // numbers * numbers
     tail = local[end:].view(INTEGERS[local.element_size()])
     return local[:end].view(torch.int64).sum() + tail.sum(dtype=torch.int64)
-
-
-def find_difference(
-    ranks: list[dict[str, dict[str, int]]],
-) -> tuple[list[int], list[int], list[str]] | None:
-    """Return (the odd ranks, those they differ from, parameters) of the first shard in which ranks differ.
-
-    ranks: shard -> parameter -> fingerprint of each rank. None: all are equal.
-    """
-    for shard in dict.fromkeys(shard for sums in ranks for shard in sums):
-        values = {rank: tuple(sums[shard].values()) for rank, sums in enumerate(ranks) if shard in sums}
-        common, _ = Counter(values.values()).most_common(1)[0]
-        if odd := [rank for rank, of_rank in values.items() if of_rank != common]:
-            names = zip(ranks[odd[0]][shard], common, values[odd[0]], strict=True)
-            return odd, [rank for rank in values if rank not in odd], [n for n, a, b in names if a != b]
-    return None

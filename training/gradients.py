@@ -25,8 +25,8 @@ def reduce_partial_gradients(parameters: Iterable[nn.Parameter]) -> None:
     for parameter in parameters:
         gradient = parameter.grad
         if isinstance(gradient, DTensor) and any(p.is_partial() for p in gradient.placements):
-            whole = [Replicate() if p.is_partial() else p for p in gradient.placements]
-            parameter.grad = gradient.redistribute(placements=whole)
+            placements = [Replicate() if p.is_partial() else p for p in gradient.placements]
+            parameter.grad = gradient.redistribute(placements=placements)
 
 
 def total_norm(parameters: Iterable[nn.Parameter], pipeline_group: dist.ProcessGroup | None = None) -> Tensor:

@@ -108,8 +108,16 @@ class Metrics:
             "skipped_steps": self.run.state.bad_steps.skipped,  # since this start
         }
         self.write(record)
+        # Once, the measured time of a step, and memory on a GPU, next to those planned.
         if self.planned and not self.comparison and step >= self.resume_step + COMPARED_AFTER:
-            self.compare(seconds)
+            planned, size = self.planned
+            self.comparison = {"step_seconds": seconds, "planned_step_seconds": planned}
+            text = f"{seconds:.3f} s a step measured, {planned:.3f} planned ({seconds / planned:.2f} x)"
+            if size:
+                peak = memory_gib(self.device)
+                self.comparison |= {"memory_gib": peak, "planned_memory_gib": size / 2**30}
+                text += f"; {peak:.2f} GiB, {size / 2**30:.2f} planned"
+            logger.info(text)
         now = time.monotonic()
         is_due = step == self.steps or now - self.last_line >= SECONDS_BETWEEN_LINES
         if self.is_first and is_due:
@@ -117,24 +125,15 @@ class Metrics:
             logger.info(dense_line(record, self.steps))
         self.start_interval()
 
-    def compare(self, seconds: float) -> None:
-        """Log the measured time of a step, and memory on a GPU, next to those planned."""
-        assert self.planned
-        planned, size = self.planned
-        self.comparison = {"step_seconds": seconds, "planned_step_seconds": planned}
-        text = f"{seconds:.3f} s a step measured, {planned:.3f} planned ({seconds / planned:.2f} x)"
-        if size:
-            self.comparison |= {"memory_gib": memory_gib(self.device), "planned_memory_gib": size / 2**30}
-            text += f"; {memory_gib(self.device):.2f} GiB, {size / 2**30:.2f} planned"
-        logger.info(text)
-
     def write(self, record: dict[str, Any]) -> None:
         """Write a record into metrics.jsonl, where not-a-number becomes null, and to the loggers."""
         if SCORE in record and record["step"] == self.resume_step:  # written by the start before, too
             from_first_rank(lambda: self.journal.forget(self.resume_step, SCORE))
         if self.is_first:
-            self.journal.write({k: _finite(v) for k, v in record.items()})
-        self._call("log", record)
+            missing = {k: None for k, v in record.items() if isinstance(v, float) and not math.isfinite(v)}
+            self.journal.write(record | missing)
+        assert self.loggers  # since the first `restart`
+        self.loggers.call("log", record)
 
     def has_scores(self, step: int) -> bool:
         """Return whether a validation of this step is in metrics.jsonl. Called by all ranks."""
@@ -142,17 +141,10 @@ class Metrics:
             lambda: any(r["step"] == step and SCORE in r for r in read_records(self.journal.path))
         )
 
-    def _call(self, method: str, *arguments: Any) -> None:
-        assert self.loggers  # since the first `restart`
-        self.loggers.call(method, *arguments)
-
     def close(self) -> None:
-        self._call("close")
+        if self.loggers:
+            self.loggers.call("close")
         self.journal.close()
-
-
-def _finite(value: Any) -> Any:
-    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def dense_line(record: dict[str, Any], steps: int) -> str:

@@ -32,7 +32,7 @@ def retain_memory(device: torch.device) -> None:
     Only in this process, and only where each rank has enough memory. No effect with another C library.
     """
     if device.type == "cpu" and host_memory() / int(os.environ.get("LOCAL_WORLD_SIZE", 1)) > ENOUGH:
-        _set(RETAIN)
+        set_heap(RETAIN)
 
 
 def host_memory() -> int:
@@ -50,18 +50,16 @@ def return_memory(device: torch.device) -> Iterator[None]:
     if device.type != "cpu":
         yield
         return
-    _set(RETURN)
-    _call("malloc_trim", 0)
+    set_heap(RETURN)
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", lambda pad: None)
+    trim(0)
     yield
-    _call("malloc_trim", 0)
+    trim(0)
     retain_memory(device)
 
 
-def _set(settings: dict[int, int]) -> None:
-    for parameter, value in settings.items():
-        _call("mallopt", parameter, value)
-
-
-def _call(function: str, *arguments: int) -> None:
-    if found := getattr(ctypes.CDLL(None), function, None):
-        found(*arguments)
+def set_heap(settings: dict[int, int]) -> None:
+    """Set parameters of glibc's malloc; another C library may have no such function."""
+    if mallopt := getattr(ctypes.CDLL(None), "mallopt", None):
+        for parameter, value in settings.items():
+            mallopt(parameter, value)

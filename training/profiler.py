@@ -3,13 +3,13 @@
 import logging
 import os
 import warnings
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 
 import torch
 import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile, schedule
 
-from config import Config, Profiling
+from config import Config
 
 logger = logging.getLogger(__name__)
 # Each recording is written and dropped, about which torch warns.
@@ -23,18 +23,15 @@ class Profiler:
     def __init__(self, config: Config) -> None:
         settings, self.folder = config.profiling, config.dump_folder / "traces"
         self.step_number, self.profile = 0, nullcontext()
-        if settings.enable_profiling:
-            self.folder.mkdir(parents=True, exist_ok=True)
-            self.profile = self._build(settings)
-
-    def _build(self, settings: Profiling) -> AbstractContextManager:
-        num_steps = settings.profile_steps
+        if not settings.enable_profiling:
+            return
+        self.folder.mkdir(parents=True, exist_ok=True)
         # Read at the first recording: otherwise kineto writes a line on stderr at each start and end.
         os.environ.setdefault("KINETO_LOG_LEVEL", "6")
-        wait = settings.profile_freq - num_steps - WARMUP_STEPS
-        return profile(
+        wait = settings.profile_freq - settings.profile_steps - WARMUP_STEPS
+        self.profile = profile(
             activities=[ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * torch.cuda.is_available(),
-            schedule=schedule(wait=wait, warmup=WARMUP_STEPS, active=num_steps),
+            schedule=schedule(wait=wait, warmup=WARMUP_STEPS, active=settings.profile_steps),
             on_trace_ready=self._write,
             record_shapes=True,
             profile_memory=settings.enable_memory_snapshot,

@@ -29,7 +29,8 @@ def load_or_start(checkpointer: Checkpointer | None, state: TrainState, config: 
     """Resume, or take the weights of `checkpoint.initial_load_path`. Raises ConfigError or DataError."""
     if not resume(checkpointer, state) and config.checkpoint.initial_load_path:
         start_from(config, state.parameters, grid)
-        state.restart_average()
+        if state.average:
+            state.average.restart(state.parameters)
 
 
 def load(checkpointer: Checkpointer, step: int, state: TrainState) -> None:

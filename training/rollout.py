@@ -10,7 +10,7 @@ Shapes: B batch, M members of each sample (1 without an ensemble), h states of a
 (datasets/field_dataset.py), R steps, V variables, H latitudes, W longitudes.
 """
 
-from functools import partial
+from contextlib import nullcontext
 from itertools import count
 
 import torch
@@ -27,37 +27,20 @@ def forward_backward(objective: Objective, step: int, batch: Batch, scale: float
     """Return this rank's part of the loss of a micro-batch of training step `step`, averaged over the steps
     of its rollout. Gradients are those of scale x loss. is_last: reduce them over all ranks.
     """
-    num_steps = batch.fields.shape[1] - objective.normalizer.history
-    if num_steps == 1:
-        return one_step(objective, step, batch, scale, is_last)
-    model, times = objective.model, batch.times
+    # (B, h V, H, W) and (B, R, V, H, W), both physical
     start, truths = split_sample(batch.fields, objective.normalizer.history)
+    times, num_steps = batch.times, truths.shape[1]
     keys = objective.noise_keys(step, times)
-    with span("forecast"):
+    with span("forecast") if num_steps > 1 else nullcontext():
         windows = forecast(objective, start, truths, times, keys)
-    loss, later = torch.zeros((), device=model.device), None
+    loss, gradient = torch.zeros((), device=objective.model.device), None
     for number in reversed(range(num_steps)):
-        date, is_first = times + number * objective.step_seconds, number == 0
-        window = windows.pop().requires_grad_(not is_first)
-        noise = objective.draw_noise(keys, date)
-        step_back = StepBack(objective, window, truths[:, number], date, later, noise)
-        drop_keys = objective.drop_keys(keys, date)
-        loss += step_back.run(1 / num_steps, scale, is_last and is_first, drop_keys)
-        later = None if is_first else step_back.gradient()
+        date, reduces = times + number * objective.step_seconds, is_last and number == 0
+        step_loss, gradient = step_back(
+            objective, windows, truths[:, number], date, keys, gradient, 1 / num_steps, scale, reduces
+        )
+        loss += step_loss
     return loss
-
-
-def one_step(objective: Objective, step: int, batch: Batch, scale: float, is_last: bool) -> Tensor:
-    """Forward and backward of one step of the model."""
-    fields, times = batch
-    keys = objective.noise_keys(step, times)
-    inputs, targets = objective.cut(fields, times, *objective.draw_noise(keys, times))
-
-    def loss_part(output: Tensor, targets: dict[str, Tensor]) -> Tensor:
-        return objective.loss_part(objective.project(output), targets)
-
-    drop_keys = objective.drop_keys(keys, times)
-    return objective.model.forward_backward(inputs, targets, loss_part, scale, is_last, drop_keys)
 
 
 @torch.no_grad()
@@ -69,84 +52,99 @@ def forecast(
     start (B, h V, H, W): physical, at `times` (B,); truths (B, R, V, H, W): the following states, from which
     known values are taken; keys (B M,): of the noise.
     """
-    seconds, numbers, first = objective.step_seconds, count(), times
+    normalizer, seconds, numbers = objective.normalizer, objective.step_seconds, count()
+    if truths.shape[1] == 1:
+        return [objective.repeat_members(normalizer.normalize_window(start))]
 
     def predict(inputs: Tensor) -> Tensor:
-        return objective.model.predict(inputs, objective.drop_keys(keys, first + next(numbers) * seconds))
-
-    start, times = objective.repeat_members(start), objective.repeat_members(times)
-    normalizer, conditions = objective.normalizer, objective.conditions
+        return objective.model.predict(inputs, objective.drop_keys(keys, times + next(numbers) * seconds))
 
     def known(step: int, date: Tensor) -> Tensor:
         return objective.repeat_members(truths[:, step - 1, normalizer.channels.known])
 
-    settings = (predict, normalizer, conditions, seconds, start, times, truths.shape[1] - 1, keys)
-    later = rollout(*settings, known if normalizer.channels.is_known else None)
+    start = objective.repeat_members(start)
+    later = rollout(
+        predict,
+        normalizer,
+        objective.conditions,
+        seconds,
+        start,
+        objective.repeat_members(times),
+        truths.shape[1] - 1,
+        keys,
+        known if normalizer.channels.is_known else None,
+    )
     return [normalizer.normalize_window(start), *later]
 
 
-class StepBack:
-    """Backward pass of one step of a rollout. `later` is the gradient of the loss of all later steps with
-    respect to the next window.
+def step_back(
+    objective: Objective,
+    windows: list[Tensor],
+    truth: Tensor,
+    times: Tensor,
+    keys: Tensor,
+    later: Tensor | None,
+    share: float,
+    scale: float,
+    is_last: bool,
+) -> tuple[Tensor, Tensor | None]:
+    """Run forward and backward of one step of a rollout, for its own loss and that of all later steps.
+
+    windows: those of all steps up to this one, (B M, h V, H, W) normalised; the last, at `times` (B,), is
+    removed. truth (B, V, H, W) physical; keys (B M,): of the noise; later: the gradient of the loss of all
+    later steps with respect to the next window, None after the last step; share: of this step in the loss of
+    the rollout.
+
+    Returns this rank's part of the loss of this step, and the gradient (B M, h V, H, W) of the loss with
+    respect to the window, whole on every rank; None for the first window, which depends on no step.
     """
+    model, normalizer = objective.model, objective.normalizer
+    needs_gradient = len(windows) > 1
+    window = windows.pop().requires_grad_(needs_gradient)
+    inputs, targets = objective.cut(window, truth, times, *objective.draw_noise(keys, times))
+    # Detached: each micro-batch of a pipeline would otherwise run backward through the cut of all.
+    shards = {name: tensor.detach() for name, tensor in targets.items()}
+    inputs_leaf = inputs.detach().requires_grad_(needs_gradient)
+    if not needs_gradient:
+        del window  # to have its memory in the passes
+    if later is not None:  # as a gradient of the output
+        later = normalizer.drop_boundary(later, objective.repeat_members(truth))
+        of_state = normalizer.newest(later) * normalizer.output_scale
+        of_state[:, normalizer.forcing] = 0  # forcing variables do not come from the output
+        of_output = objective.meta_model.from_fields(of_state, with_zeros=True)
+        shards["later"] = model.shards.cut_output(of_output)
+    factor = scale * model.mesh.degrees.cp  # as in ParallelModel.forward_backward
+    output_gradients: list[Tensor] = []  # of the loss of this step, of each micro-batch of a pipeline
 
-    def __init__(
-        self,
-        objective: Objective,
-        window: Tensor,
-        truth: Tensor,
-        times: Tensor,
-        later: Tensor | None,
-        noise: list[Tensor],
-    ) -> None:
-        """window, later (B M, h V, H, W) normalised; truth (B, V, H, W) physical; times (B,) of the window;
-        noise: of `Objective.draw_noise`.
-        """
-        self.objective, self.model, self.normalizer = objective, objective.model, objective.normalizer
-        if later is not None:
-            later = self.normalizer.drop_boundary(later, objective.repeat_members(truth))
-        self.window, self.later = window, later
-        inputs, targets = objective.cut_step(window, truth, times, *noise)
-        self.functions_of_window = (inputs, targets["target"])
-        # Detached: each micro-batch of a pipeline would otherwise run backward through the cut of all.
-        self.inputs = inputs.detach().requires_grad_(window.requires_grad)
-        self.targets = {name: each.detach() for name, each in targets.items()}
-        if later is not None:
-            of_state = self.normalizer.newest(later) * self.normalizer.output_scale
-            of_state[:, self.normalizer.forcing] = 0  # forcing variables do not come from the output
-            of_output = objective.meta_model.from_fields(of_state, with_zeros=True)
-            self.targets["later"] = self.model.shards.cut_output(of_output)
-        self.output_gradients: list[Tensor] = []  # of its own loss, of each micro-batch of a pipeline
+    def loss_part(output: Tensor, targets: dict[str, Tensor]) -> Tensor:
+        projected = objective.project(output)
 
-    def run(self, share: float, scale: float, is_last: bool, keys: Tensor | None) -> Tensor:
-        """Run forward and backward for the loss of this step and of later steps. Return this rank's part of
-        the loss of this step, times its `share` of the rollout's loss. keys: of `Objective.drop_keys`.
-        """
-        self.factor = scale * self.model.mesh.degrees.cp  # as in ParallelModel.forward_backward
+        def add_later(gradient: Tensor) -> Tensor:
+            output_gradients.append(gradient)
+            if "later" in targets:
+                gradient = gradient + (targets["later"] * factor).to(gradient.dtype)
+            return gradient
 
-        def loss_part(output: Tensor, targets: dict[str, Tensor]) -> Tensor:
-            projected = self.objective.project(output)
-            projected.register_hook(partial(self._add_later, targets.get("later")))
-            return share * self.objective.loss_part(projected, targets)
+        if needs_gradient or later is not None:
+            projected.register_hook(add_later)
+        return share * objective.loss_part(projected, targets)
 
-        return self.model.forward_backward(self.inputs, self.targets, loss_part, scale, is_last, keys)
+    drop_keys = objective.drop_keys(keys, times)
+    loss = model.forward_backward(inputs_leaf, shards, loss_part, scale, is_last, drop_keys)
+    if not needs_gradient:
+        return loss, None
 
-    def _add_later(self, later: Tensor | None, gradient: Tensor) -> Tensor:
-        self.output_gradients.append(gradient)
-        return gradient if later is None else gradient + (later * self.factor).to(gradient.dtype)
-
-    def gradient(self) -> Tensor:
-        """Return the gradient with respect to the window, (B M, h V, H, W), whole on every rank."""
-        of_inputs, of_target = (torch.zeros_like(function) for function in self.functions_of_window)
-        if self.inputs.grad is not None and self.model.mesh.rank("tp") == 0:  # tp ranks have the same
-            of_inputs += self.inputs.grad / self.factor
-        if self.output_gradients:  # a loss depends only on output - target
-            # A pipeline of torch 2.13 calls the loss once more at the start of its first batch.
-            of_target -= torch.cat(self.output_gradients)[-len(of_target) :] / self.factor
-        parts = zip(self.functions_of_window, (of_inputs, of_target), strict=True)
-        functions, gradients = zip(*(pair for pair in parts if pair[0].requires_grad), strict=True)
-        (gradient,) = torch.autograd.grad(functions, self.window, gradients)
-        self.model.sum_over_sample(gradient)
-        if self.later is not None:  # the states that `advance` copies to the next window
-            self.normalizer.add_taken_over(gradient, self.later)
-        return gradient
+    # -- the gradient with respect to the window, of which the inputs and the target are functions
+    of_inputs, of_target = torch.zeros_like(inputs), torch.zeros_like(targets["target"])
+    if inputs_leaf.grad is not None and model.mesh.rank("tp") == 0:  # tp ranks have the same
+        of_inputs += inputs_leaf.grad / factor
+    if output_gradients:  # a loss depends only on output - target
+        # A pipeline of torch 2.13 calls the loss once more at the start of its first batch.
+        of_target -= torch.cat(output_gradients)[-len(of_target) :] / factor
+    slopes = {inputs: of_inputs, targets["target"]: of_target}
+    slopes = {function: slope for function, slope in slopes.items() if function.requires_grad}
+    (gradient,) = torch.autograd.grad(list(slopes), window, list(slopes.values()))
+    model.sum_over_sample(gradient)
+    if later is not None:  # the states that `advance` copies to the next window
+        normalizer.add_taken_over(gradient, later)
+    return loss, gradient

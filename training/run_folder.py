@@ -43,7 +43,8 @@ class InUse(ConfigError):
 class RunFolder:
     """The folder of this run, created by all ranks together and locked until `release`.
 
-    Raises ConfigError if another run has the lock, or if the checkpoints there have another identity.
+    Raises ConfigError if another run has the lock, if the checkpoints there have another identity, or if
+    validation or test overlap what they were trained on.
     """
 
     def __init__(self, config: Config, selection: Selection) -> None:
@@ -56,7 +57,15 @@ class RunFolder:
             check_shared(self.path)
         self.before = from_first_rank(lambda: check_resume(config, selection))
         self.settings_before = from_first_rank(lambda: read_settings(self.path / "config.toml"))
-        self._check_periods()
+        # Dates of validation or test must not be among those that the run was trained on.
+        trained = self.settings_before.get("data.train_period")
+        if self.before and trained:
+            start, end = cast(tuple[datetime, datetime], parse_period("data.train_period", trained))
+            for name in ("validation_period", "test_period"):
+                span = parse_period(f"data.{name}", period := getattr(config.data, name))
+                if span and span[0] <= end and start <= span[1]:
+                    reason = f"it overlaps data.train_period = {trained}, which the run was trained on"
+                    refuse(f"data.{name}", list(period), f"{reason}; move it, or {NEW_RUN}")
 
     @property
     def resumed_statistics(self) -> Numbers | None:
@@ -68,18 +77,6 @@ class RunFolder:
             self.lock.append(lock_folder(self.path))
         except InUse as error:  # perhaps by a node that is lost: NFS keeps its lock for a while
             raise RunFailed(str(error)) from None
-
-    def _check_periods(self) -> None:
-        """Raise ConfigError where dates of validation or test are among those that the run was trained on."""
-        trained = self.settings_before.get("data.train_period")
-        if self.before and trained:
-            data = self.config.data
-            start, end = cast(tuple[datetime, datetime], parse_period("data.train_period", trained))
-            for name in ("validation_period", "test_period"):
-                span = parse_period(f"data.{name}", period := getattr(data, name))
-                if span and span[0] <= end and start <= span[1]:
-                    reason = f"it overlaps data.train_period = {trained}, which the run was trained on"
-                    refuse(f"data.{name}", list(period), f"{reason}; move it, or {NEW_RUN}")
 
     def begin(self, step: int, layout: dict[str, int]) -> None:
         """Write the configuration, and a line of starts.jsonl: first step, place, time, and the settings that
@@ -99,7 +96,18 @@ class RunFolder:
         try:
             if not is_done:  # else it describes what was trained
                 write_durably(self.path / "config.toml", to_toml(self.config))
-            start = self._start(step, layout)
+            # The record of this start. `reached`: the last logged step; all after `step` repeat.
+            records = read_records(self.path / "metrics.jsonl")
+            start: dict[str, Any] = {
+                "step": step,
+                "reached": max((record["step"] for record in records), default=0),
+                "time": datetime.now(UTC).isoformat(timespec="seconds"),
+                "ranks": dist.get_world_size(),
+                "layout": layout,
+                "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
+                "torch": torch.__version__,
+                "python": platform.python_version(),
+            }
             if changed:
                 start["changed"] = changed
             if start["reached"] <= step - self.config.metrics.log_freq:
@@ -110,20 +118,6 @@ class RunFolder:
             raise RunFailed(
                 f"{self.path}: cannot be written to ({error}); make room, then start again"
             ) from None
-
-    def _start(self, step: int, layout: dict[str, int]) -> dict[str, Any]:
-        """Return the record of this start. `reached`: the last logged step; all after `step` repeat."""
-        records = read_records(self.path / "metrics.jsonl")
-        return {
-            "step": step,
-            "reached": max((record["step"] for record in records), default=0),
-            "time": datetime.now(UTC).isoformat(timespec="seconds"),
-            "ranks": dist.get_world_size(),
-            "layout": layout,
-            "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
-            "torch": torch.__version__,
-            "python": platform.python_version(),
-        }
 
     def open_checkpoints(self, statistics: Statistics, layout: dict[str, Any]) -> Checkpointer | None:
         """Open the checkpoints of the run, with its layout and identity for their manifests.

@@ -4,26 +4,25 @@ Names are the model's own; sharded tensors are DTensors, so that another layout 
 samples and all random numbers are functions of (seed, step): no generator has to be saved.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
 from config import Config
+from errors import ConfigError
 from models.lora import trained
 from parallelisms.float8 import plain_weight
 from parallelisms.parallelize import ParallelModel
-from parallelisms.parameter_names import canonical
 from training.assembly import Assembly
 from training.bad_steps import BadSteps
-from training.ema import EMA
 from training.gradients import LossScaler
 from training.optimizers.build import build_optimizer
-from training.optimizers.shards import empty_moment
-from training.optimizers.trust_ratios import SharedSums
+from training.optimizers.layerwise import SharedSums
+from training.optimizers.shards import local, moment_names, zero_moment
 
-Parameters = dict[str, nn.Parameter]  # under their own names, those of this rank
 OPTIONAL = ("ema.", "train.", "bad_steps.")  # a run without averages or fp16 saves fewer
 
 
@@ -50,11 +49,57 @@ class Progress:
             setattr(self, name, int(state[name]))
 
 
+class EMA:
+    """Exponential moving average of the weights, sharded as they are; validation and export use it.
+
+    average <- decay x average + (1 - decay) x weight, after every step, in float32.
+    """
+
+    def __init__(
+        self, parameters: dict[str, nn.Parameter], decay: float, after_exchange: Callable[[], None]
+    ) -> None:
+        """after_exchange: called after every swap of weights and averages."""
+        self.parameters, self.decay, self.after_exchange = parameters, decay, after_exchange
+        self.averages: dict[str, Tensor] = {name: p.detach().clone() for name, p in parameters.items()}
+
+    @torch.no_grad()
+    def update(self, step: int) -> None:
+        """Update the averages after step `step` (from 1), faster early on to forget the initial weights."""
+        decay = min(self.decay, (1 + step) / (10 + step))
+        averages = [local(average) for average in self.averages.values()]
+        weights = [local(self.parameters[name]) for name in self.averages]
+        torch._foreach_lerp_(averages, weights, 1 - decay)  # type: ignore[reportPrivateImportUsage]
+
+    @torch.no_grad()
+    def restart(self, names: Iterable[str]) -> None:
+        """Set the averages of these parameters, if they have some, to the weights."""
+        for name in self.averages.keys() & set(names):
+            self.averages[name].copy_(self.parameters[name].detach())
+
+    @contextmanager
+    def applied(self) -> Iterator[None]:
+        """Exchange the weights for the averages inside the context."""
+        self._exchange()
+        try:
+            yield
+        finally:
+            self._exchange()
+
+    @torch.no_grad()
+    def _exchange(self) -> None:
+        for name, average in self.averages.items():
+            weight = self.parameters[name]
+            trained = weight.detach().clone()
+            weight.copy_(average)
+            average.copy_(trained)
+        self.after_exchange()
+
+
 @dataclass
 class TrainState:
     """Everything that a checkpoint contains, as it is on this rank."""
 
-    parameters: Parameters
+    parameters: dict[str, nn.Parameter]  # under their own names, those of this rank
     optimizer: torch.optim.Optimizer
     scaler: LossScaler
     average: EMA | None
@@ -69,37 +114,39 @@ class TrainState:
 
     def state_dict(self) -> dict[str, Tensor]:
         """Return the live tensors, not copies: "model.<name>", "optimizer.<name>.<moment>", "ema.<name>"."""
-        parts: dict[str, Mapping[str, Tensor]] = {
-            "model": self.parameters,
-            "optimizer": self._moments(),
-            "ema": self.average.averages if self.average else {},
-            "train": {**self.progress.state_dict(), **self.scaler.state_dict()},
-            "bad_steps": self.bad_steps.window,
-        }
-        return {
-            f"{part}.{name}": plain_weight(tensor.detach())
-            for part, tensors in parts.items()
-            for name, tensor in tensors.items()
-        }
-
-    def _moments(self) -> dict[str, Tensor]:
-        """Name the optimiser's tensors. Its groups follow from the configuration and the step."""
-        names: dict[Tensor, str] = {parameter: name for name, parameter in self.parameters.items()}
-        return {
-            f"{names[parameter]}.{moment}": value
-            for parameter, moments in self.optimizer.state.items()
-            for moment, value in moments.items()
-        }
+        tensors: dict[str, Tensor] = {}
+        for name, parameter in self.parameters.items():
+            tensors[f"model.{name}"] = parameter
+            # The optimizer's groups follow from the configuration and the step, and are not saved.
+            for moment, value in self.optimizer.state.get(parameter, {}).items():
+                tensors[f"optimizer.{name}.{moment}"] = value
+        for name, average in (self.average.averages if self.average else {}).items():
+            tensors[f"ema.{name}"] = average
+        for name, value in (self.progress.state_dict() | self.scaler.state_dict()).items():
+            tensors[f"train.{name}"] = value
+        for name, value in self.bad_steps.window.items():
+            tensors[f"bad_steps.{name}"] = value
+        return {name: plain_weight(tensor.detach()) for name, tensor in tensors.items()}
 
     def allocate_moments(self, stored: Iterable[str]) -> None:
-        """Allocate the optimiser's tensors of this rank's parameters that a checkpoint has, sharded alike."""
-        own = {p for group in self.optimizer.param_groups for p in group["params"]}
+        """Allocate the optimizer's tensors of this rank's parameters that a checkpoint has, sharded alike.
+
+        Raises ConfigError if another optimizer saved them; AdamW and LAMB have the same state.
+        """
+        optimized = {p for group in self.optimizer.param_groups for p in group["params"]}
+        parameters = {f"optimizer.{name}": p for name, p in self.parameters.items() if p in optimized}
         for key in stored:
-            part, _, rest = key.partition(".")
-            name, _, moment = rest.rpartition(".")
-            parameter = self.parameters.get(name)
-            if part == "optimizer" and parameter is not None and parameter in own:
-                self.optimizer.state[parameter][moment] = empty_moment(self.optimizer, parameter, moment)
+            owner, _, moment = key.rpartition(".")
+            if (parameter := parameters.get(owner)) is None:
+                continue
+            if moment not in moment_names(self.optimizer, parameter):
+                name = type(self.optimizer).__name__
+                raise ConfigError(
+                    f'optimizer.name = "{name}": the checkpoint has states of another optimizer or momentum '
+                    f'("{moment}"); set it back, or start from weights alone: checkpoint.initial_load_path, '
+                    "in a new job.dump_folder"
+                )
+            self.optimizer.state[parameter][moment] = zero_moment(parameter, moment)
 
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
         """Set the values that are not tensors of the run; `load` has filled the tensors of `state_dict`."""
@@ -110,27 +157,20 @@ class TrainState:
         if self.average:  # of parameters without one: parts of lora.also_train may be new
             self.average.restart(name for name in self.parameters if f"ema.{name}" not in state)
 
-    def restart_average(self) -> None:
-        """Start the averages from the weights."""
-        if self.average:
-            self.average.restart(self.parameters)
-
 
 def build_state(config: Config, assembly: Assembly) -> TrainState:
     """Return the state before the first step of a model with initial weights."""
     training, model = config.training, assembly.model
+    degrees, parameters = model.mesh.degrees, model.optimized_parameters()
+    # Sums over all ranks of their parts of parameters; with ZeRO-1 one rank updates each.
+    names = [name for name, _ in model.meta_model.named_parameters()]
+    num_holders = 1 if model.zero1 else degrees.world // degrees.pp
+    sums = SharedSums(names, parameters, num_holders, model.device)
     products = torch.float32 if training.mixed_precision_param == "float32" else torch.bfloat16
-    optimizer = build_optimizer(model.own_parameters(), config.optimizer, shared_sums(model), products)
+    optimizer = build_optimizer(parameters, config.optimizer, sums, products)
     scaler = LossScaler(enabled=training.mixed_precision_param == "float16")
     average = None
     if training.ema_decay:
         average = EMA(trained(model.parameters), training.ema_decay, model.after_exchange)
-    bad_steps = BadSteps(training, model.device, model.mesh.degrees.dp)
+    bad_steps = BadSteps(training, model.device, degrees.dp)
     return TrainState(model.parameters, optimizer, scaler, average, Progress(), bad_steps, model)
-
-
-def shared_sums(model: ParallelModel) -> SharedSums:
-    """Return sums over all ranks of their parts of parameters; with ZeRO-1 one rank updates each."""
-    degrees, own = model.mesh.degrees, model.own_parameters()
-    names = [canonical(name) for name, _ in model.meta_model.named_parameters()]
-    return SharedSums(names, own, 1 if model.zero1 else degrees.world // degrees.pp, model.device)

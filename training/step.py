@@ -46,11 +46,12 @@ class Run:
         checkpointer: Checkpointer | None = None,  # its save may still be copying the weights
     ) -> None:
         """area (H,): weights of the rows; global_batch: samples of a step over all ranks."""
-        training, schedule = config.training, (config.optimizer, config.lr_scheduler)
         self.assembly, self.state, self.checkpointer = assembly, state, checkpointer
         self.objective = Objective(config, assembly, area)
-        self.learning_rate = partial(learning_rate, *schedule, training.steps, global_batch)  # of a step
-        self.max_norm = training.max_norm  # gradients are clipped to it; 0: they are not clipped
+        self.learning_rate = partial(  # of a step
+            learning_rate, config.optimizer, config.lr_scheduler, config.training.steps, global_batch
+        )
+        self.max_norm = config.training.max_norm  # gradients are clipped to it; 0: they are not clipped
         self.fingerprints = Fingerprints(assembly.model)
 
     def restart(self, step: int) -> None:
@@ -79,9 +80,7 @@ def accumulate_gradients(run: Run, step: int, batches: MicroBatches) -> Tensor:
     loss, scale = torch.zeros((), device=model.device), run.state.scaler.factor / number
     with autocast_cache_scope(model.device):
         for index, batch in enumerate(batches):
-            is_last = index == number - 1
-            part = forward_backward(run.objective, step, batch, scale, is_last)
-            loss += part / number
+            loss += forward_backward(run.objective, step, batch, scale, index == number - 1) / number
     return loss
 
 

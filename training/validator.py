@@ -1,22 +1,28 @@
 """Validation of a run: scores of forecasts from every date of the validation period, and of baselines."""
 
+import json
 import logging
+import math
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
 
+from checkpoints.checkpointer import Checkpointer
+from checkpoints.files import BEST, complete_steps, read_best
 from config import RANDOM, Config
 from datasets.field_dataset import LaterFields
+from jobs.durable_files import write_durably
 from jobs.heartbeat import span
-from training.best import Best
+from parallelisms.mesh import from_first_rank
+from training.batches import Samples
 from training.due import every
 from training.metrics import Metrics
 from training.process_settings import return_memory
-from training.samples import Samples
 from training.step import Run
 from verification.baselines import FIT_SAMPLES, MIN_FIT_SAMPLES, fit_baselines
 from verification.rollout import model_forecast
@@ -42,28 +48,32 @@ class Validator:
         self.validation = None
         if not self.settings.enable or not len(samples.selection.validation):
             return
-        members, data = self.settings.members or config.training.members, config.data
-        assembly, seconds = run.assembly, run.objective.step_seconds
-        parts = (self.model.predict, assembly.normalizer, assembly.conditions, seconds)
+        members, data, assembly = self.settings.members or config.training.members, config.data, run.assembly
         normalizer, selection = assembly.normalizer, samples.selection
         self.boundary = None if normalizer.boundary is None else normalizer.boundary.cpu().numpy()
-        known = LaterFields(selection.archive, selection.variables[normalizer.channels.known])
-        seed = config.training.seed
-        self.forecast = model_forecast(*parts, members, seed, known if normalizer.channels.is_known else None)
-        leads = sorted(hours // data.step_hours for hours in self.settings.lead_hours)
-        mesh, area, batch_size = self.model.mesh, run.objective.area, self.settings.local_batch_size
+        later = LaterFields(selection.archive, selection.variables[normalizer.channels.known])
+        self.forecast = model_forecast(
+            self.model.predict,
+            normalizer,
+            assembly.conditions,
+            run.objective.step_seconds,
+            members,
+            config.training.seed,
+            later if normalizer.channels.is_known else None,
+        )
+        self.leads = sorted(hours // data.step_hours for hours in self.settings.lead_hours)
         # Random weather has no skill to measure: one date shows that validation runs.
-        limit, states = 1 if data.path == RANDOM else 0, sorted({1, *leads})
-        self.leads = leads
+        limit = 1 if data.path == RANDOM else 0
+        # With the state after one step, of which the loss of training is.
+        states = sorted({1, *self.leads})
         self.validation = Validation(
-            # With the state after one step, of which the loss of training is.
             samples.dataset_by_lead("validation", states, limit, data.history),
-            leads,
+            self.leads,
             data.step_hours,
-            area.device,
-            batch_size,
+            run.objective.area.device,
+            self.settings.local_batch_size,
             data.num_workers,
-            part=(mesh.dp_rank, mesh.degrees.dp),
+            part=(self.model.mesh.dp_rank, self.model.mesh.degrees.dp),
             counts=self.model.is_sample_leader,
             members=members,
             num_forcing=normalizer.num_forcing,
@@ -72,8 +82,8 @@ class Validator:
 
     def seconds_due(self, step: int) -> float:
         """Return the estimated time of validations that are due after `step` and the next one."""
-        due = [every(self.settings.interval, each) for each in (step, step + 1)]
-        return self.seconds * sum(due)
+        interval = self.settings.interval
+        return self.seconds * (every(interval, step) + every(interval, step + 1))
 
     def restart(self, step: int) -> None:
         """Forget the scores of steps after `step`, and validate `step` if that was due and is missing."""
@@ -155,3 +165,69 @@ class Validator:
             plot_run(self.folder, scores, example, selection.archive.grid, selection.land())
         except OSError as error:  # a full disk must not end a run
             logger.warning("plots of step %d are not written: %s", step, error)
+
+
+class Best:
+    """Selection of the best checkpoint by one score, the lower the better. Used by all ranks together.
+
+    It stays among those of the run however old it is, unless the run continues from a step before it; its
+    step is in best/best.json: {"score": ..., "value": ..., "step": ..., "basis": ...}.
+    """
+
+    def __init__(self, config: Config, checkpointer: Checkpointer) -> None:
+        """Create before the first `restart`."""
+        self.run, self.name, self.checkpointer = config.dump_folder, config.checkpoint.keep_best, checkpointer
+        self.value, self.step = math.inf, -1
+        # What comparable scores have in common: dates, first lead, members; for val/loss the loss.
+        training, validation = config.training, config.validation
+        basis: list[Any] = [config.data.validation_period, min(validation.lead_hours, default=0)]
+        if training.loss == "crps":
+            basis.append(validation.members or training.members)
+        if self.name.startswith("val/loss"):
+            basis += [training.loss, training.variable_weights, training.weight_by_change]
+        self.basis = repr(basis)
+
+    def judge(self, step: int, record: dict[str, float]) -> None:
+        """Compare the scores of a validation after `step`, for which a save has been started."""
+        value = from_first_rank(lambda: record[self.name])  # the same number on all ranks
+        if not value < self.value:  # NaN is no improvement
+            return
+        with span("checkpoint"):  # a phase that may take long
+            self.checkpointer.wait()
+        is_saved = self.checkpointer.saved_step == step
+
+        def write() -> bool:
+            """Write best.json before the one before may be pruned: a kill loses neither."""
+            if not is_saved:
+                logger.warning(f"{self.name} is {value:.4g}, the best so far, but step {step} was not saved")
+                return False
+            content = {"score": self.name, "value": value, "step": step, "basis": self.basis}
+            try:
+                write_durably(self.run / "best" / BEST, json.dumps(content))
+            except OSError as error:  # as with any save: the run goes on
+                logger.warning(f"the best checkpoint, of step {step}, could not be recorded: {error}")
+                return False
+            logger.info(f"{self.name} is {value:.4g}, the best so far: step {step}")
+            return True
+
+        if from_first_rank(write):
+            self.value, self.step = value, step
+            self.checkpointer.spared_step = step
+            self.checkpointer.prune()
+
+    def restart(self, step: int) -> None:
+        """Read the best score up to `step` from the run's folder, if its checkpoint is there."""
+
+        def read() -> tuple[float, int]:
+            best = read_best(self.run)
+            if best and (best.get("score"), best.get("basis")) != (self.name, self.basis):
+                logger.warning(f"{BEST} is of another score, loss, period or lead; starting again")
+            elif best and best["step"] > step:
+                logger.info(f"the best checkpoint is removed: its step {best['step']} is repeated")
+                (self.run / "best" / BEST).unlink(missing_ok=True)
+            elif best and best["step"] in complete_steps(self.checkpointer.folder):
+                return best["value"], best["step"]
+            return math.inf, -1
+
+        self.value, self.step = from_first_rank(read)
+        self.checkpointer.spared_step = self.step

@@ -1,17 +1,21 @@
 """Loggers of a run besides metrics.jsonl: opening them on each rank, and handling of failures."""
 
+import json
 import logging
+import math
 import os
 import sys
 from collections.abc import Callable
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 
 from config import Config, Metrics
 from errors import refuse, without_secrets
+from jobs.durable_files import write_durably
 
 logger = logging.getLogger(__name__)
 EXTRAS = {  # as in requirements-extras.txt
@@ -65,9 +69,9 @@ class Loggers:
             self.loggers[name] = opened
 
     def call(self, method: str, *arguments: Any) -> None:
-        for name, each in list(self.loggers.items()):
-            if hasattr(each, method):
-                self._try(name, getattr(each, method), *arguments)
+        for name, opened in list(self.loggers.items()):
+            if hasattr(opened, method):
+                self._try(name, getattr(opened, method), *arguments)
 
     def _try(self, name: str, call: Callable[..., Any], *arguments: Any) -> Any:
         try:
@@ -90,3 +94,37 @@ def open_loggers(config: Config, resume_step: int, written: int) -> Loggers:
         name, where = f"metrics.prometheus = {settings.prometheus}", address_and_port(settings.prometheus)
         loggers.open(name, "prometheus", *where, config)
     return loggers
+
+
+def scalars(record: dict[str, Any]) -> dict[str, float]:
+    """Return the finite numbers of a record, by TensorBoard's names: "train/loss", "val/loss"."""
+    return {
+        name if "/" in name else f"train/{name}": float(value)
+        for name, value in record.items()
+        if name != "step" and value is not None and math.isfinite(value)
+    }
+
+
+class StoredRun:
+    """The id of a run in a store that only appends and the last step there, in a file of the run's folder:
+    one id across resumes, each step once.
+    """
+
+    def __init__(
+        self, path: Path, store: str, resume_step: int, written: int, create: Callable[[], str]
+    ) -> None:
+        """written: the last step that the start before logged; create: makes a run in the store."""
+        before = json.loads(path.read_text()) if path.exists() else {}
+        continues = resume_step > 0 and before.get("store") == store
+        self.id: str = before["id"] if continues else create()
+        self.last = max(before["last_step"], written) if continues else -1
+        self.newest = self.last
+        write_durably(path, json.dumps({"id": self.id, "store": store, "last_step": self.last}))
+
+    def lacks(self, step: int) -> bool:
+        """Return True if the store does not have this step; repeated steps are not sent again."""
+        self.newest = max(self.newest, step)
+        return step > self.last
+
+    def restart(self) -> None:
+        self.last = self.newest

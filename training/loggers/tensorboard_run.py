@@ -6,7 +6,7 @@ from torch.utils.tensorboard import SummaryWriter
 
 from command_line import to_toml
 from config import Config
-from training.loggers.stored_run import scalars
+from training.loggers.opening import scalars
 
 
 class Logger:

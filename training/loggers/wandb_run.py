@@ -8,7 +8,7 @@ from typing import Any
 import wandb  # type: ignore[reportMissingImports]
 
 from config import Config
-from training.loggers.stored_run import StoredRun, scalars
+from training.loggers.opening import StoredRun, scalars
 
 
 class Logger:

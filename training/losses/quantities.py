@@ -47,7 +47,7 @@ def shifted_variable(quantity: str, variables: Sequence[str]) -> str:
 
 def variables_of(quantities: Sequence[str], variables: Sequence[str]) -> list[str]:
     """Return the variables in the sums of the quantities, each once."""
-    return list(dict.fromkeys(name for each in quantities for name in terms_of(each, variables)))
+    return list(dict.fromkeys(name for quantity in quantities for name in terms_of(quantity, variables)))
 
 
 def coefficients(quantities: Sequence[str], change_std: dict[str, float]) -> np.ndarray:

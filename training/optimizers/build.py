@@ -1,15 +1,11 @@
 """The optimizer of a configuration, and its parameter groups."""
 
-from collections.abc import Callable
-
 import torch
 from torch import nn
 
 from config import Optimizer
-from training.optimizers.lamb import LAMB
-from training.optimizers.momentum import LARS, SGD
+from training.optimizers.layerwise import LAMB, LARS, SGD, SharedSums
 from training.optimizers.muon import Muon
-from training.optimizers.trust_ratios import SharedSums
 
 
 def build_optimizer(
@@ -23,16 +19,21 @@ def build_optimizer(
     """
     groups = parameter_groups(parameters, settings.weight_decay)
     betas, eps, momentum = settings.betas, settings.eps, settings.momentum
-    table: dict[str, Callable[[], torch.optim.Optimizer]] = {
-        "AdamW": lambda: torch.optim.AdamW(groups, lr=0.0, betas=betas, eps=eps, fused=True),
-        "LAMB": lambda: LAMB(groups, betas, eps, sums),
-        "LARS": lambda: LARS(groups, momentum, sums),
-        "Muon": lambda: Muon(
-            muon_groups(parameters, settings.weight_decay), betas, eps, momentum, product_dtype
-        ),
-        "SGD": lambda: SGD(groups, momentum),
-    }
-    return table[settings.name]()
+    match settings.name:
+        case "AdamW":
+            return torch.optim.AdamW(groups, lr=0.0, betas=betas, eps=eps, fused=True)
+        case "LAMB":
+            return LAMB(groups, betas, eps, sums)
+        case "LARS":
+            return LARS(groups, momentum, sums)
+        case "SGD":
+            return SGD(groups, momentum)
+    # Muon updates matrices of blocks, AdamW embedding and head too, as Jordan et al. advise.
+    inside = {name: p for name, p in parameters.items() if name.startswith("blocks.") and p.ndim > 1}
+    outside = {name: p for name, p in parameters.items() if name not in inside}
+    blocks = {"params": list(inside.values()), "weight_decay": settings.weight_decay, "blocks": True}
+    others = [group | {"blocks": False} for group in parameter_groups(outside, settings.weight_decay)]
+    return Muon([blocks, *others], betas, eps, momentum, product_dtype)
 
 
 def parameter_groups(parameters: dict[str, nn.Parameter], weight_decay: float) -> list[dict]:
@@ -44,14 +45,6 @@ def parameter_groups(parameters: dict[str, nn.Parameter], weight_decay: float) -
         {"params": matrices, "weight_decay": weight_decay, "matrices": True},
         {"params": vectors, "weight_decay": 0.0, "matrices": False},
     ]
-
-
-def muon_groups(parameters: dict[str, nn.Parameter], weight_decay: float) -> list[dict]:
-    """Return the group of blocks' matrices, and AdamW's, with embedding and head as Jordan et al. advise."""
-    inside = {name: p for name, p in parameters.items() if name.startswith("blocks.") and p.ndim > 1}
-    outside = {name: p for name, p in parameters.items() if name not in inside}
-    blocks = {"params": list(inside.values()), "weight_decay": weight_decay, "blocks": True}
-    return [blocks, *({**group, "blocks": False} for group in parameter_groups(outside, weight_decay))]
 
 
 def set_lr(optimizer: torch.optim.Optimizer, lr: float) -> None:

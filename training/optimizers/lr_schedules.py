@@ -45,5 +45,5 @@ def learning_rate(
     """Return the learning rate of the update that ends step `step` of `steps`, of `global_batch` samples."""
     reference, ceiling = optimizer.lr_reference_batch_size, optimizer.lr_max
     peak = peak_lr(optimizer.lr, optimizer.lr_scaling, reference, global_batch, ceiling)
-    shape = (schedule.decay_type, schedule.min_lr_factor, schedule.decay_ratio)
-    return peak * lr_factor(step, steps, schedule.warmup_steps, *shape)
+    decay_type, min_factor, decay_ratio = schedule.decay_type, schedule.min_lr_factor, schedule.decay_ratio
+    return peak * lr_factor(step, steps, schedule.warmup_steps, decay_type, min_factor, decay_ratio)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from parallelisms.parallelize import copy_part
+from parallelisms.mesh import copy_part
 from training.optimizers.shards import MOMENTS, adamw_step, allocate, gradient, local, with_gradient
 
 BUFFER = "momentum_buffer"
@@ -50,8 +50,9 @@ class Muon(torch.optim.AdamW):
             if not group["blocks"]:
                 adamw_step(self, with_gradient(group), group, bad)
                 continue
-            for parameter in with_gradient(group):
-                allocate(self, parameter)
+            parameters = with_gradient(group)
+            allocate(self, parameters)
+            for parameter in parameters:
                 self._step_matrix(parameter, group, None if bad is None else bad.bool())
 
     def _step_matrix(self, parameter: nn.Parameter, group: dict, bad: Tensor | None) -> None:
@@ -70,13 +71,17 @@ class Muon(torch.optim.AdamW):
         """Return this rank's part of the orthogonalized matrix, from its part of the matrix."""
         if not isinstance(parameter, DTensor):
             return orthogonalize(part.flatten(1).to(self.dtype)).view_as(part).to(part.dtype)
-        layout = {"shape": parameter.shape, "stride": parameter.stride()}
         sharded = DTensor.from_local(
-            part.to(self.dtype), parameter.device_mesh, parameter.placements, run_check=False, **layout
+            part.to(self.dtype),
+            parameter.device_mesh,
+            parameter.placements,
+            run_check=False,
+            shape=parameter.shape,
+            stride=parameter.stride(),
         )
-        whole = sharded.full_tensor()
+        matrix = sharded.full_tensor()
         result = torch.zeros_like(sharded, dtype=part.dtype)
-        copy_part(result, orthogonalize(whole.flatten(1)).view_as(whole))
+        copy_part(result, orthogonalize(matrix.flatten(1)).view_as(matrix))
         return local(result)
 
 
