@@ -22,7 +22,7 @@ from planning.constants import FLOAT32
 from planning.cost import HOUR, Fleet
 from planning.memory import Memory, memory, scores_bytes
 from planning.network import ring_all_reduce
-from planning.search import capacity, plan
+from planning.search import plan
 from planning.workload import Workload
 from training.optimizers.lr_schedules import peak_lr
 
@@ -82,7 +82,8 @@ def model_figures() -> list[Figure]:
 def memory_figures() -> list[Figure]:
     fp32, bf16 = memory(study(1, dtype="float32")), memory(study(1))
     four, eight = (memory(study(batch, **EVERY_7)) for batch in (4, 8))
-    room = capacity(load_cluster("a100x1")) / 1e9
+    device = load_cluster("a100x1").device
+    room = (device.memory - device.reserved) / 1e9
     scores = scores_bytes(study(4, attention="math")) / 1e9
     return [
         Figure("fp32, batch 1: activations", "52 GB", activations(fp32), "GB", 19.4),
