@@ -75,7 +75,7 @@ class Agreement:
         if number == signal.SIGINT and self.request:
             watchdog.end("interrupted again: ended without a save", INTERRUPTED)
         if self.is_waiting:
-            if not self.request:
+            if not self.request and not is_of_torchelastic(number):
                 logger.info(f"{reason} in step {activity.step}: the run saves and ends")
             self.request = self.request or number * RANKS + self.rank
             watchdog.is_asked_to_stop = True

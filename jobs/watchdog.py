@@ -19,6 +19,7 @@ import struct
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
@@ -39,6 +40,7 @@ from errors import (
     is_reporting_rank,
     one_line,
     print_message,
+    without_secrets,
 )
 from jobs.durable_files import write_durably
 from jobs.heartbeat import activity
@@ -123,6 +125,7 @@ class Watchdog:
         self.comparison: dict[str, float] = {}  # of planned and measured steps, for status.json
         self.selection: Any = None  # of the run's data, for a report of memory that runs out
         self.last: dict[int, tuple[bytes, float]] = {}  # rank -> its last heartbeat, and when it changed
+        self.loss: Exception | None = None  # of a connection to another rank
         self.store: Store | None = None
         self.contact = time.monotonic()  # with the store
         self.stopped = threading.Event()
@@ -319,6 +322,9 @@ class Watchdog:
         try:
             folder.mkdir(parents=True, exist_ok=True)
             with (folder / f"rank-{self.rank}.txt").open("w") as file:
+                if self.loss:  # of the collective that has ended; the main thread is not in it any more
+                    file.write(without_secrets("".join(traceback.format_exception(self.loss))) + "\n")
+                    file.flush()
                 faulthandler.dump_traceback(file, all_threads=True)
             if dump := getattr(c10d, "_dump_nccl_trace", None):  # in builds for CUDA
                 (folder / f"nccl_{self.rank}").write_bytes(dump())
@@ -336,7 +342,7 @@ class Watchdog:
             self.write_status(code, message)
         elif not text:
             if is_lost_connection(error):
-                self.lost = True
+                self.lost, self.loss = True, error
                 time.sleep(EXPLAIN_SECONDS)  # the thread ends the process as soon as there is a reason
             sys.excepthook(type(error), error, error.__traceback__)  # which hides secrets
             self.end(format_report([self.heartbeat()], message))
