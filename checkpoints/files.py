@@ -209,7 +209,9 @@ def check_files(folder: Path, part: int = 0, parts: int = 1) -> None:
 
 
 class MetadataUnpickler(PeerUnpickler):
-    """Unpickler of torch's plain data and of paths. Any other class could run code: it is refused by name."""
+    """Unpickler of paths and of those of torch's classes that messages may carry (parallelisms/
+    peer_messages.py): any other could run code, and is refused by name.
+    """
 
     def find_class(self, module: str, name: str) -> Any:
         if module.partition(".")[0] in ("torch", "pathlib"):

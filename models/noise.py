@@ -64,8 +64,8 @@ def branch_factors(keys: Tensor, blocks: range, rate: float) -> Tensor:
     streams = 2 * index + torch.arange(2, device=keys.device)  # (L, 2)
     bits = _shift_right(hash64(keys, streams[..., None]), 64 - BITS)  # (L, 2, B)
     rates = rate * index[..., None].double()
-    kept = bits >= (rates * 2**BITS).round()
-    return torch.where(kept, (UNIT / (1 - rates)).round().long(), 0)[..., None, None]
+    is_kept = bits >= (rates * 2**BITS).round()
+    return torch.where(is_kept, (UNIT / (1 - rates)).round().long(), 0)[..., None, None]
 
 
 def normal_numbers(keys: Tensor, count: int) -> Tensor:
