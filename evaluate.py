@@ -1,6 +1,6 @@
 """Scores of any forecasts, compared with persistence, damped persistence and climatology.
 
-    .venv/bin/python evaluate.py --job.config_file train_configs/gfs_winds.toml
+    .venv/bin/python evaluate.py --job.config_file train_configs/demo.toml
     .venv/bin/python evaluate.py --job.config_file F --forecast ours.zarr --forecast HRES=hres.zarr
     .venv/bin/python -m jobs.torchrun --nproc-per-node 4 evaluate.py ...      several processes
 

@@ -1,6 +1,6 @@
 """Forecasts from a checkpoint and initial dates, written to a Zarr store in WeatherBench2's schema.
 
-    .venv/bin/python forecast.py --job.config_file train_configs/gfs_winds.toml --forecast.num_steps 12
+    .venv/bin/python forecast.py --job.config_file train_configs/demo.toml --forecast.num_steps 12
     .venv/bin/python -m jobs.torchrun --nproc-per-node 8 forecast.py ...     several processes
     .venv/bin/python forecast.py ... --export FOLDER                           the model for other programs
 

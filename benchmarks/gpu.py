@@ -551,7 +551,7 @@ def train(session: Session) -> None:
         if (folder / LISTS["train"]["winds"]).exists():
             data = ["--data.path", str(folder / LISTS["train"]["winds"])]
             rewrite(folder)  # the land-sea mask, to where the configuration has it
-            config = ROOT / "train_configs/gfs_winds.toml"
+            config = ROOT / "tests/configs/gfs_winds.toml"
     with tempfile.TemporaryDirectory() as folder:
 
         def start(name: str, *options: str, **environment: str) -> Job:

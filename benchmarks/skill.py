@@ -65,8 +65,14 @@ def train(options: Options, config: str, seed: int, *changes: str, folder: str =
     return rows
 
 
+def file_of(config: str) -> Path:
+    """Return the file of a configuration's name, which reads shared data or not."""
+    (path,) = [*ROOT.glob(f"train_configs/{config}.toml"), *ROOT.glob(f"tests/configs/{config}.toml")]
+    return path
+
+
 def start(script: str, config: str, folder: str, *words: str) -> str:
-    named = [f"--job.config_file=train_configs/{config}.toml", f"--job.dump_folder={folder}"]
+    named = [f"--job.config_file={file_of(config)}", f"--job.dump_folder={folder}"]
     command = [sys.executable, script, *named, *QUIET, *words]
     how: Any = {"cwd": ROOT, "env": {**os.environ, "NGPU": "1"}, "capture_output": True, "text": True}
     done = subprocess.run(command, check=False, **how)
@@ -289,7 +295,7 @@ def longer(first: str, stage: str) -> str:
 
     A rollout of R steps goes forward R - 1 times, and then R times forward and back.
     """
-    files = [f"--job.config_file=train_configs/{name}.toml" for name in (first, stage)]
+    files = [f"--job.config_file={file_of(name)}" for name in (first, stage)]
     own, training = (load_checked([file]).training for file in files)
     rollouts = Rollouts.of(training)
     lengths = [rollouts.at(step) for step in range(1, training.steps + 1)]

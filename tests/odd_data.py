@@ -2,7 +2,7 @@
 
     .venv/bin/python -m tests.odd_data
 
-Writes outputs/odd_data/storm_1996.nc and landsea.nc, which train_configs/storm_1996.toml and gfs_winds.toml
+Writes outputs/odd_data/storm_1996.nc and landsea.nc, which tests/configs/storm_1996.toml and gfs_winds.toml
 read. Values are the same numbers. The originals have hours after a text `reftime` for dates, one variable a
 file with its level in the file's name, and a mask of classes.
 """

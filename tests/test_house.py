@@ -41,6 +41,7 @@ PICKLES = {
     "benchmarks/odd_inputs.py",  # cases, for the processes that check them
     "benchmarks/oracle.py",
 }
+CONFIGURATIONS = sorted([*(ROOT / "train_configs").rglob("*.toml"), *(ROOT / "tests/configs").glob("*.toml")])
 CONFIG_HEADER = ("Command:", "Hardware:", "Time:", "Memory:", "Score:")
 
 
@@ -328,7 +329,7 @@ def test_no_pickled_code() -> None:
 # -- weights, configurations, places
 
 
-@pytest.mark.parametrize("path", sorted((ROOT / "train_configs").glob("*.toml")), ids=lambda path: path.name)
+@pytest.mark.parametrize("path", CONFIGURATIONS, ids=lambda path: path.name)
 def test_train_configs_say_what_they_cost(path: Path) -> None:
     header = re.match(r"(?:#.*\n)*", path.read_text())
     missing = [word for word in CONFIG_HEADER if not header or word not in header[0]]

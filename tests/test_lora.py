@@ -94,9 +94,9 @@ def test_it_trains_what_is_asked_for_and_starts_as_the_base() -> None:
     torch.testing.assert_close(fresh.predict(fields), base.predict(fields))
 
 
-@pytest.mark.parametrize(("name", "rank"), [("gfs_winds_lora", 0), ("vit1b", 16)])
+@pytest.mark.parametrize(("name", "rank"), [("tests/configs/gfs_winds_lora", 0), ("train_configs/vit1b", 16)])
 def test_at_most_two_percent_train(name: str, rank: int) -> None:
-    file = Path(__file__).parent.parent / f"train_configs/{name}.toml"
+    file = Path(__file__).parent.parent / f"{name}.toml"
     config = load_config(["--job.config_file", str(file)])
     model = build_model(config.model, 2, 6, (32, 64), True)
     apply_lora(model, replace(config.lora, rank=rank) if rank else config.lora)

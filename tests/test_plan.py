@@ -182,7 +182,7 @@ def test_an_anchor_scales_layouts_of_its_kind(tmp_path):
         ("vit1b_windows", "a100x8", ("--parallelism.context_parallel_method", "ring")),
         ("vit1b_h100x8", "h100x8", ()),
         ("vit1b_rollout", "h200x64", ()),
-        ("tutorial_mp", "a100-40x16", ()),
+        ("tutorial/mp", "a100-40x16", ()),
         ("era5_1p5deg", "a100x8", ()),
         ("demo", "h100x4", ()),
     ],

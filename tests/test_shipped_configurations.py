@@ -12,14 +12,13 @@ from datasets.grid import area_weights, global_grid
 from parallelisms.mesh import mesh_of
 from planning.dry_run import dry_run
 from tests.distributed import own_device
-from tests.planned import ROOT
+from tests.test_house import CONFIGURATIONS
 from training.assembly import Fields, assemble
 from training.batches import Batch
 from training.config_checks import load_checked
 from training.state import build_state
 from training.step import Run, train_step
 
-CONFIGURATIONS = sorted((ROOT / "train_configs").glob("*.toml"))
 GRID, LOCAL_BATCH, ACCUMULATION = (16, 32), 2, 2
 
 
