@@ -285,7 +285,9 @@ class Training:
     )
     max_norm: NonNegative = option(1.0, "Norm to which gradients are clipped. 0: no clipping.")
     mixed_precision_param: DType = option(
-        "float32", "Type of parameters and matmuls in the forward pass; float16 with dynamic loss scaling."
+        "float32",
+        "Type of parameters and matmuls in the forward pass. float32 is TF32 on GPUs that have it "
+        "(NVIDIA_TF32_OVERRIDE=0 in the environment: not); float16 has dynamic loss scaling.",
     )
     mixed_precision_reduce: Literal["float32", "bfloat16"] = option(
         "float32", "Type in which gradients are reduced over ranks."
@@ -470,7 +472,6 @@ class Profiling:
     enable_profiling: bool = option(False, "Write traces of torch.profiler (for Perfetto) to traces/.")
     profile_freq: Positive = option(100, "Steps between traces.")
     profile_steps: Positive = option(3, "Steps in a trace.")
-    enable_memory_snapshot: bool = option(False, "Record allocations in traces.")
 
 
 @dataclass(frozen=True)

@@ -349,14 +349,23 @@ def test_no_file_names_a_place_on_this_machine() -> None:
             pytest.fail(f"{name_of(path)}:{line} names {match[0]}...: nobody else has that folder")
 
 
-def test_the_tour_is_short_and_the_map_is_whole() -> None:
-    """README.md: a sample's way in at most 2,000 lines; every folder is in its layout."""
+def test_the_first_page_is_short_and_its_sizes_are_true() -> None:
+    """README.md: a sample's way in at most 2,000 lines; what train.py imports, the library and its tests."""
     text = (ROOT / "README.md").read_text()
-    assert len(text.splitlines()) <= 130
-    tour = text.partition("## The tour")[2].partition("\n## ")[0]
-    named = re.findall(r"`([\w/]+\.py)`", tour)[1:]  # the first is the file that counts
-    lines = {name: len((ROOT / name).read_text().splitlines()) for name in named}
-    assert len(lines) > 9 and sum(lines.values()) <= 2000, lines
-    rooms = {path.parent.name for path in sources().values() if path.parent != ROOT}
-    missing = [room for room in rooms if f"{room}/" not in text.partition("## Repository layout")[2]]
-    assert not missing, f"README.md's layout lacks {missing}"
+    assert len(text.splitlines()) <= 120
+    files = sources()
+    lines = {module: len(path.read_text().splitlines()) for module, path in files.items()}
+    tour = re.findall(r"`([\w/]+)\.py`", text.partition("## The code")[2].partition("\nThese files")[0])
+    assert len(tour) > 9 and sum(lines[name.replace("/", ".")] for name in tour) <= 2000
+    imported = {name for name in reachable(import_graph(), "train") if name in lines} | {"train"}
+    tests = {name for name in lines if name.startswith("tests.")}
+    library = set(lines) - tests - {name for name in lines if name.startswith("benchmarks.")}
+    counted = [len(imported), *(sum(lines[name] for name in names) for names in (imported, library, tests))]
+    said = [
+        int(number.replace(",", "")) for number in re.findall(r"\d+,?\d+", text.partition("2,000 lines; ")[2])
+    ]
+    assert said[:4] == pytest.approx(counted, rel=0.03)
+    missing = [
+        f for f in {path.parent.name for path in files.values() if path.parent != ROOT} if f"{f}/" not in text
+    ]
+    assert not missing, f"README.md names no {missing}"

@@ -34,7 +34,6 @@ class Profiler:
             schedule=schedule(wait=wait, warmup=WARMUP_STEPS, active=settings.profile_steps),
             on_trace_ready=self._write,
             record_shapes=True,
-            profile_memory=settings.enable_memory_snapshot,
         )
 
     def __enter__(self) -> "Profiler":
