@@ -97,19 +97,26 @@ def read_toml(
     except ConfigError:
         raise  # a ValueError too
     except UnicodeDecodeError:
-        raise ConfigError(f"{name}: not a text file; a TOML configuration expected") from None
+        raise ConfigError(f"{name}: not UTF-8 text; save it as UTF-8, or name a TOML file") from None
     except (OSError, ValueError) as error:  # ValueError: a name with a null byte
         near = difflib.get_close_matches(path.name, [p.name for p in path.parent.glob("*.toml")], 1)
         candidates, hint = [path.parent / near[0]] if near else [PROJECT / path], ""
         with suppress(OSError, ValueError):  # a name too long, or with a null byte
             hint = "".join(f"; did you mean {path}?" for path in candidates if path.is_file())
+            hint = "; name a TOML file in it" if path.is_dir() else hint or "; name a file that exists"
+            hint += ", next to this one or in the project" * bool(seen)
         raise ConfigError(f"{name}: {getattr(error, 'strerror', None) or error}{hint}") from None
     if not text.strip():
         raise ConfigError(f"{name}: the file is empty; a TOML configuration expected")
     try:
         raw = tomli.loads(text)
     except (ValueError, RecursionError) as error:  # all that tomli raises; endless digits, endless brackets
-        raise ConfigError(f"{name}: not TOML: {error}") from None
+        fixes = {
+            "Unescaped": "; write paths with / or in single quotes",
+            "Invalid value": "; write true or false, and text in quotes",
+        }
+        fix = next((fix for start, fix in fixes.items() if str(error).startswith(start)), "")
+        raise ConfigError(f"{name}: not TOML: {error}{fix}") from None
     real, extended = os.path.realpath(path), raw.pop("extends", None)
     if real in seen:
         chain = " -> ".join(os.path.basename(name) for name in (*seen, real))
@@ -175,7 +182,13 @@ def _convert(name: str, value: Any, kind: Any) -> Any:
         return tuple(_convert(f"{name}[{i}]", v, items[0]) for i, v in enumerate(value))
     if base is float and type(value) is int and abs(value) <= sys.float_info.max:
         value = float(value)
-    kinds = {bool: "a boolean", int: "a whole number", float: "a number", dict: "a table", list: "a list"}
+    kinds = {
+        bool: "a boolean",
+        int: "a whole number",
+        float: "one with decimals",
+        dict: "a table",
+        list: "a list",
+    }
     found = (kinds | {str: "text"}).get(type(value), "a bare date; put it in quotes")
     reason = f"{type_name(kind)} expected, not {found}"
     require(type(value) is base, name, value, reason)

@@ -85,14 +85,14 @@ def main(argv: list[str]) -> int:
     is_global = grid.periodic and np.abs(latitude_bounds(grid.latitude)[[0, -1]]).min() > 90 - 1e-6
     extent = f"latitude {spans[0]}, longitude {spans[1]}: {'the globe' if is_global else 'a region'}"
     problems = pd.DataFrame(list(dict.fromkeys(findings)), columns=Finding._fields)
-    checked = f"values of {len(dates)} of {len(times)} dates"
+    checked = f"the values of {len(dates)} of {len(times)} dates"
     print(f"{without_secrets(options.source)}\n\n{variables.to_string(index=False, justify='left')}\n")
     print(f"grid        {grid.shape[0]} x {grid.shape[1]} points, {extent}")
     print(f"period      {len(times)} dates, {times[0]} to {times[-1]}, {usual_hours(times):g} hours apart\n")
     if findings:
-        print(f"{problems.to_string(index=False, justify='left')}\n{checked}: {len(problems)} problems\n")
+        print(f"{problems.to_string(index=False, justify='left')}\n{len(problems)} problems in {checked}\n")
     else:
-        print(f"{checked}: nothing found\n")
+        print(f"no problems in {checked}\n")
     print(data_section(archive, options))
     return int(bool(findings))
 

@@ -95,9 +95,9 @@ class Selection:
         dates = getattr(self, period)
         times, left_out = self.archive.times[dates], len(dates) - len(self.available(dates))
         return (
-            f"{period}: {len(samples)} samples from {len(dates)} dates, {times[0]} to {times[-1]}; "
-            f"{len(find_gaps(times))} dates missing in between, {left_out} without all variables, "
-            f"{len(dates) - left_out - len(samples)} without the other dates of a sample"
+            f"{period}: {len(samples)} samples from {len(dates)} dates, {times[0]} to {times[-1]}; left out: "
+            f"{len(find_gaps(times))} dates that the data do not have, {left_out} that lack a variable, "
+            f"{len(dates) - left_out - len(samples)} that lack an earlier or later date of their sample"
         )
 
     def land(self) -> np.ndarray | None:

@@ -415,7 +415,8 @@ def open_fields(
             raise
         raise DataError(f"cannot read {path!r}: {error}") from None
     except Exception as error:  # every library raises its own
-        raise DataError(f"cannot read {path!r}: {describe_error(error)}") from None
+        fix = "; the file is incomplete: copy it again" if "truncated" in str(error) else ""
+        raise DataError(f"cannot read {path!r}: {describe_error(error)}{fix}") from None
     return fields, unreadable
 
 

@@ -130,6 +130,6 @@ def band_line(work: Workload, cluster: Cluster) -> str:
         fix = "" if cluster.anchor else "; measure steps with --calibrate, and use --anchor"
         return f"no run of this kind is known ({kind}){fix}"
     return (
-        f"band: four of five known runs ({band.runs}, {kind}) took {band.fastest:.2f} to {band.slowest:.2f} "
-        f"times what was planned, median {band.median:.2f}"
+        f"band: of {band.runs} published runs ({kind}) 80 % took {band.fastest:.2f} to {band.slowest:.2f} "
+        f"times their planned time, median {band.median:.2f}"
     )

@@ -145,7 +145,7 @@ COMMAND_LINES = [
     ("--job.config_file emptied", "job.config_file = emptied: Is a directory"),
     ("--job.config_file empty.toml", "job.config_file = empty.toml: the file is empty"),
     ("--job.config_file /dev/full", "a device or a pipe"),
-    ("--job.config_file binary.toml", "job.config_file = binary.toml: not a text file"),
+    ("--job.config_file binary.toml", "job.config_file = binary.toml: not UTF-8 text"),
     ("--job.config_file loop.toml", "job.config_file = loop.toml: Too many levels of symbolic links"),
     ("--job.config_file circle.toml", "a circle of extends: circle.toml -> round.toml -> circle.toml"),
     # -- the machine

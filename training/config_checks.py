@@ -65,7 +65,8 @@ def check(config: Config) -> None:
         kinds = ("rmse", "crps") if training.loss == "crps" else ("rmse",)
         names = [f"{name}{suffix}" for name in Channels.of(config.data).predicted for suffix in suffixes]
         scores = [f"val/{kind}/{name}" for kind in kinds for name in names]
-        reason = f"no such score ({first} h has no suffix); {nearest(best, scores)}"
+        named = best.removesuffix(f"@{first}h")
+        reason = f"no such score ({first} h has no suffix); {nearest(named, scores)}"
         require(best in ("val/loss", *scores), "checkpoint.keep_best", best, reason)
 
     # -- traces: the step before one, which the profiler discards, has to fit between two of them
@@ -108,15 +109,13 @@ def check_loss(config: Config) -> None:
 
     members, noise, validated = training.members, config.model.noise_dim, config.validation.members
     if training.loss != "crps":
-        reason = f'is for training.loss = "crps", and that is "{training.loss}"; set this to'
+        reason = f'serves training.loss = "crps" alone, and that is "{training.loss}"; set this to'
         require(members == 1, "training.members", members, f"{reason} 1")
         require(not noise, "model.noise_dim", noise, f"{reason} 0")
         require(not validated, "validation.members", validated, f"{reason} 0")
         return
-    reason = 'training.loss = "crps" is that of an ensemble; set this to 2 or more'
-    require(members > 1, "training.members", members, reason)
-    reason = "the members of an ensemble would be all the same; set it to 2 or more"
-    require(noise, "model.noise_dim", noise, reason)
+    reason = "needs an ensemble: set training.members and model.noise_dim to 2 or more (docs/losses.md)"
+    require(members > 1 and noise, "training.loss", training.loss, reason)
     reason = "no ensemble; set it to 2 or more, or to 0 for training.members"
     require(validated != 1, "validation.members", validated, reason)
 
