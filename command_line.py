@@ -346,7 +346,10 @@ def start(argv: list[str], doc: str | None, check: Callable[[Config], None] | No
         gc.freeze()  # exclude the objects of imported modules from later collections
         gc.enable()
     if {"--help", "-h"} & set(argv):
-        print(f"{doc}\n{help_text(SECTIONS)}")
+        named = {section: SECTIONS[section] for section in SECTIONS if section in argv}
+        # Last what is the program's own: a terminal shows the end of what is printed.
+        print(help_text(named or SECTIONS))
+        print("" if named else f"\n{doc}\n--help SECTION prints the keys of a section.")
         sys.exit(0)
     config = load_config(argv)
     if check:

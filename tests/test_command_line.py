@@ -96,6 +96,13 @@ def test_help_names_every_key_with_type_default_and_meaning() -> None:
             assert len(lines[i + 1].strip()) > 8, f"{section}.{field.name} has no help text"
 
 
+def test_help_of_a_section(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        start(["--help", "forecast"], "What it does.", check)
+    text = capsys.readouterr().out
+    assert "--forecast.path" in text and "--data.path" not in text
+
+
 def test_help_ends_with_0_whatever_else_is_asked(capsys: pytest.CaptureFixture[str]) -> None:
     for argv in (["--help"], ["--training.stepz", "-h"]):
         with pytest.raises(SystemExit) as end:
