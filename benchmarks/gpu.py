@@ -43,7 +43,7 @@ from benchmarks.random_run import RandomRun
 from benchmarks.results_file import RESULTS, ROOT, clock, parse, read_lines, record
 from benchmarks.saved_activations import Case as KeptCase
 from benchmarks.saved_activations import units
-from benchmarks.step_time import Peer, TimmViT
+from benchmarks.step_time import TAUGHT, Peer, TimmViT
 from command_line import text_table
 from config import ActivationCheckpoint, Compile, Config, Float8, Model, Optimizer, Parallelism, Training
 from datasets.archive import open_archive
@@ -517,13 +517,17 @@ class TutorialViT(nn.Module):
 
 
 def peers(session: Session) -> None:
-    """Their usual step: autocast, no compile, for-loop Adam."""
+    """Their usual step, autocast and Adam, and the last rung of the tutorial: compiled, with fused Adam."""
+    patch = session.sizes.patches[0]
     for name, build in {"tutorial's way": TutorialViT, "timm": TimmViT}.items():
-        patch = session.sizes.patches[0]
-        session.attempt(f"{name}, {session.sizes.tokens(patch)} tokens", time_peer, build, patch)
+        for taught in (True, False):
+            what = f"{name}{TAUGHT * taught}, {session.sizes.tokens(patch)} tokens"
+            session.attempt(what, time_peer, build, patch, taught)
 
 
-def time_peer(session: Session, what: str, build: type[nn.Module], patch: tuple[int, int]) -> None:
+def time_peer(
+    session: Session, what: str, build: type[nn.Module], patch: tuple[int, int], taught: bool
+) -> None:
     """Measure the largest batch that fits."""
     sizes = session.sizes
     shape = (sizes.grid, patch, sizes.variables, sizes.dim, sizes.layers, sizes.heads[0])
@@ -531,8 +535,8 @@ def time_peer(session: Session, what: str, build: type[nn.Module], patch: tuple[
         try:
             with session.device:
                 fields, target = torch.randn(2, batch, sizes.variables, *sizes.grid)
-                peer = Peer(build(*shape), F.mse_loss, fields, target, "bfloat16")
-            seconds = session.seconds(peer, 1, 3)
+                peer = Peer(build(*shape), F.mse_loss, fields, target, "bfloat16", taught)
+            seconds = session.seconds(peer, 2 if taught else 1, 3)
             break
         except torch.cuda.OutOfMemoryError:
             peer = None
@@ -690,7 +694,8 @@ def figures(rows: list[Row]) -> dict[str, float | None]:
             found[f"worst {kind} {part}"] = max(errors, default=None)
             found[f"mean {kind} {part}"] = statistics.mean(errors) if errors else None
     found["loader over step"] = ratio(named(rows, "samples that the loader gives", "loader"), bf16[0])
-    found |= {name: ratio(bf16[0], named(rows, name, "peers")) for name in ("tutorial", "timm")}
+    for name, side in {"tutorial": "tutorial's way", "timm": "timm"}.items():
+        found[name] = ratio(bf16[0], named(rows, side + TAUGHT, "peers"))
     return found
 
 
