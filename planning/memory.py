@@ -43,55 +43,83 @@ def memory(work: Workload) -> Memory:
 
 
 def stage_memory(work: Workload, first: bool, last: bool) -> Memory:
-    """Return the memory at the possible peaks of a step: loss, backward of some blocks, update."""
+    """Return the memory at the possible peaks of a step: the loss, the backward pass of some blocks, a
+    reduction of FSDP, and the forecast of a rollout. first, last: whether the stage has ends of the model.
+    """
     model, tp, number = work.model, work.degrees.tp, work.rank_layers
-    states, copies = state_bytes(work, first, last), work.in_flight(first)
-    s, stored = unit_bytes(work), number * block_activations(work, work.ac_mode) * copies
-    tokens = s / model.dim * copies
+    s, copies = unit_bytes(work), work.in_flight(first)
+    tokens, values = s / model.dim * copies, work.field_values
+    (block, _), (ends, _) = stage_shapes(work, first, last)
+
+    # -- what stays from step to step: float32 masters, gradients, moments (ZeRO-1 shards them), averages
+    masters = FLOAT32 * shard_parameters(work, first, last) * (not work.offload)
+    owners = work.degrees.dp_replicate if work.zero1 else 1
+    messages = message_bytes(work, first, last)
+    always = {
+        "parameters": masters,
+        "optimiser states": work.state_itemsize / FLOAT32 * masters / owners,
+        "averaged weights": masters * work.ema,
+        # As the loader gives them, in float32; a store of float16 has half.
+        "batches on their way": work.copies_ahead * FLOAT32 * work.local_batch * work.states_read * values,
+    }
+    # Autocast copies each matrix; FSDP gathers in that precision instead, and float8 casts in every pass.
+    # Compiled blocks that are computed again cast theirs again: one block's are alive.
+    copied = not work.uses_fsdp and work.itemsize < FLOAT32 and not work.float8
+    of_block, of_ends = (count({k: v for k, v in shapes.items() if len(v) > 1}) for shapes in (block, ends))
+    alive = 1 if work.compiled and work.ac_mode != "none" else number
+    weights = work.itemsize * copied * (alive * of_block + of_ends)
+
+    # -- what a step keeps until its backward passes
+    stored = number * block_activations(work, work.ac_mode) * copies
     # The patches that the embedding took, where they are not the float32 ones.
-    stored_ends = tokens * tp * model.in_features * (first and work.itemsize < FLOAT32)
-    reducing = reduction_bytes(work)
+    patches = tokens * tp * model.in_features * (first and work.itemsize < FLOAT32)
     pipeline = pipeline_gradient_bytes(work, first, last)
     if work.schedule == "GPipe":  # the first backward pass has no gradients yet, the next less stored
         pipeline = max(pipeline - stored / copies, 0.0)
-    messages = message_bytes(work, first, last)
-    always = {key: states[key] for key in ("parameters", "optimiser states", "averaged weights")}
-    always |= {"batches on their way": work.copies_ahead * batch_bytes(work)}
-    step = {
-        **always,
+    step = always | {
         "fields": field_bytes(work, last),
-        "buckets of DDP": states["gradients"] * work.uses_ddp,
+        "buckets of DDP": masters * work.uses_ddp,
         "gradients of a pipeline": pipeline,
         # If a rank has two stages, torch keeps sent tensors until the end of the step.
         "messages of a pipeline": messages * work.stages_of_rank,
-        "copies of weights": weight_copies(work, first, last),
+        "copies of weights": weights,
         "prediction": tokens * model.out_features * last,
     }
     # Gradients appear in the last backward pass, or are there from earlier ones.
     fresh = (work.reductions if work.uses_fsdp else work.passes) == 1
-    earlier = states["gradients"] * (not fresh)
-    own = states["gradients"] / number * (fresh and not work.uses_ddp and not work.reduces_last)
+    earlier = masters * (not fresh)
+    own = masters / number * (fresh and not work.uses_ddp and not work.reduces_last)
+
+    # -- the loss: the gradient of the predictions, and in float32 the errors of one sample, twice; CRPS has
+    # those of all members, and the sums of their distances, before and after one is added
+    errors = 4 * work.members if work.members > 1 else 2
+    predicted = work.rank_tokens * model.out_features
     loss = step | {
         "gradients": earlier,
         "gathered parameters": gathered_bytes(work, first, last, 1),
-        "activations": stored + stored_ends,
-        "loss": loss_bytes(work) * last,
+        "activations": stored + patches,
+        "loss": (work.states_at_once * work.itemsize + errors * FLOAT32) * predicted * last,
     }
-    # Gradients of activations in the backward pass of an MLP: of its output, by tensor parallelism before
-    # and after it is gathered, and of GELU's; and that of the last product's weight.
+    # -- the backward pass: gradients of activations of an MLP (of its output, by tensor parallelism before
+    # and after it is gathered, and of GELU's) and that of the last product's weight. Uncompiled, float8 casts
+    # the input of mlp.down in float32 twice, as scaled and as clamped.
     down = work.itemsize * model.mlp_dim * model.dim / tp
+    casts = 1.4 + (2 * FLOAT32 / work.itemsize + 0.5) * model.mlp_dim / model.dim
     backward = loss | {
         "gathered parameters": gathered_bytes(work, first, last, 2),
         "loss": 0.0,
         "recomputed": recomputed(work),
         "gradients of activations": s * (tp + (tp > 1) + model.hidden_units),
         "gradients being reduced": down,
-        "float8 casts": float8_bytes(work),
+        "float8 casts": s * casts * (work.float8 and not work.compiled),
     }
+    # FSDP reduces the gradients of a block, in a copy, while the next one computes; of a pipeline at the end.
+    reducing = work.reduce_itemsize * padded(block, work.fsdp_ranks)
+    reducing *= work.uses_fsdp and not work.reduces_last
     second = backward | {
         "gradients": earlier or own,
         "gathered parameters": gathered_bytes(work, first, last, 2 + work.reduces_last),
-        "activations": stored * (1 - 1 / number) + stored_ends,
+        "activations": stored * (1 - 1 / number) + patches,
         "gradients being reduced": down + reducing,
     }
     moments = {"loss": loss, "backward of the first block": backward, "backward of the second block": second}
@@ -99,27 +127,25 @@ def stage_memory(work: Workload, first: bool, last: bool) -> Memory:
     moments["backward of the last block"] = second | {
         "gradients": earlier or own * (number - 1),
         "gathered parameters": gathered_bytes(work, first, last, 1 + (number - 1) * work.reduces_last),
-        "activations": stored / number + stored_ends,
+        "activations": stored / number + patches,
     }
     if reducing:  # the gradients of a block are whole, in the precision of matrices, and being reduced
         both = reducing * (1 + work.itemsize / work.reduce_itemsize)
         done = {"recomputed": 0.0, "gradients of activations": 0.0, "gradients being reduced": both}
         moments["reduction of the first block"] = second | done
     if work.rollout_steps > 1:  # a pipeline makes the forecasts of all micro-batches at once
+        # In float32 the states as read, the windows so far, and of the last one the state in physical units
+        # and as normalised, and the input before and after it is cut into patches.
+        of_member = (work.history * (work.rollout_steps - 1) + 2) * values + 2 * work.input_values
         moments["forecast of a rollout"] = always | {
-            "gradients": states["gradients"] * (work.accumulation > 1),
+            "gradients": masters * (work.accumulation > 1),
             "gathered parameters": loss["gathered parameters"],
-            "copies of weights": step["copies of weights"],
-            "fields": forecast_field_bytes(work),
+            "copies of weights": weights,
+            "fields": FLOAT32 * work.local_batch * (work.states_read * values + work.members * of_member),
             "activations": work.micro_batches * s * (3 + tp + 2 * model.hidden_units),
             "messages of a pipeline": messages,
         }
-    moments["update"] = always | {
-        "gradients": states["gradients"],
-        "fields": step["fields"],
-        "messages of a pipeline": messages,
-    }
-    used = {name: {k: v for k, v in parts.items() if v} for name, parts in moments.items()}
+    used = {name: {k: v for k, v in alive.items() if v} for name, alive in moments.items()}
     saved = FLOAT32 + work.state_itemsize + FLOAT32 * work.ema
     return Memory(used, work.offload * (FLOAT32 + 2 * saved) * shard_parameters(work))
 
@@ -141,32 +167,7 @@ def shard_parameters(work: Workload, first: bool = True, last: bool = True) -> i
     return sum(number * padded(unit, ranks) // ranks for unit, number in units)
 
 
-def state_bytes(work: Workload, first: bool = True, last: bool = True) -> dict[str, float]:
-    """Return the bytes of float32 parameters, gradients and two moments; ZeRO-1 shards the moments."""
-    number = FLOAT32 * shard_parameters(work, first, last) * (not work.offload)
-    owners = work.degrees.dp_replicate if work.zero1 else 1
-    return {
-        "parameters": number,
-        "gradients": number,
-        "optimiser states": work.state_itemsize / FLOAT32 * number / owners,
-        "averaged weights": number * work.ema,
-    }
-
-
 # -- parameters in use
-
-
-def weight_copies(work: Workload, first: bool, last: bool) -> float:
-    """Autocast's copy of each matrix; FSDP gathers in that precision instead.
-
-    Compiled blocks that are computed again cast theirs again: one block's are alive.
-    """
-    if work.uses_fsdp or work.itemsize == FLOAT32 or work.float8:  # float8 casts them again in every pass
-        return 0
-    (block, number), (rest, _) = stage_shapes(work, first, last)
-    again = work.compiled and work.ac_mode != "none"
-    units = [(block, 1 if again else number), (rest, 1)]
-    return work.itemsize * sum(n * count({k: s for k, s in unit.items() if len(s) > 1}) for unit, n in units)
 
 
 def gathered_bytes(work: Workload, first: bool, last: bool, blocks: int) -> float:
@@ -180,14 +181,6 @@ def gathered_bytes(work: Workload, first: bool, last: bool, blocks: int) -> floa
     (block, number), (rest, _) = stage_shapes(work, first, last)
     alive = number if work.reshard == "never" or work.stays_gathered else min(blocks, number)
     return work.itemsize * (alive * padded(block, work.fsdp_ranks) + padded(rest, work.fsdp_ranks))
-
-
-def reduction_bytes(work: Workload) -> float:
-    """FSDP: the copy of a block's gradients that is being reduced while the next block computes; torch
-    reduces those of a pipeline after its last micro-batch.
-    """
-    block = padded(cut(work.model.block, work.degrees.tp), work.fsdp_ranks)
-    return work.reduce_itemsize * block * (work.uses_fsdp and not work.reduces_last)
 
 
 def pipeline_gradient_bytes(work: Workload, first: bool, last: bool) -> float:
@@ -280,14 +273,6 @@ def recomputed(work: Workload) -> float:
     return 0.0
 
 
-def float8_bytes(work: Workload) -> float:
-    """Bytes of casts of the input of mlp.down: in float32 twice, as scaled and as clamped, if uncompiled."""
-    if not work.float8 or work.compiled:
-        return 0.0
-    units = 1.4 + (2 * FLOAT32 / work.itemsize + 0.5) * work.model.mlp_dim / work.model.dim
-    return unit_bytes(work) * units
-
-
 # -- fields
 
 
@@ -303,25 +288,3 @@ def field_bytes(work: Workload, last: bool = True) -> float:
     windows = (work.rollout_steps + 1) * crosses
     whole = work.states_read + work.members * work.history * windows
     return FLOAT32 * work.local_batch * (whole * work.field_values + work.members * shards)
-
-
-def forecast_field_bytes(work: Workload) -> float:
-    """float32, of a rollout's forecast: the states as read, the windows so far, and of the last one the state
-    in physical units and as normalised, and the input before and after it is cut into patches.
-    """
-    windows = work.history * (work.rollout_steps - 1) + 2
-    of_member = windows * work.field_values + 2 * work.input_values
-    return FLOAT32 * work.local_batch * (work.states_read * work.field_values + work.members * of_member)
-
-
-def batch_bytes(work: Workload) -> float:
-    """Bytes of a micro-batch as the loader gives it, in float32; a store of float16 has half."""
-    return FLOAT32 * work.local_batch * work.states_read * work.field_values
-
-
-def loss_bytes(work: Workload) -> float:
-    """The gradient of the predictions, and in float32 the errors of one sample, twice; CRPS has those of all
-    members, and the sums of their distances, before and after one is added.
-    """
-    values, copies = work.rank_tokens * work.model.out_features, 4 * work.members if work.members > 1 else 2
-    return (work.states_at_once * work.itemsize + copies * FLOAT32) * values

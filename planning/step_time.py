@@ -64,58 +64,80 @@ class StepTime:
 
 
 def step_time(work: Workload, cluster: Cluster) -> StepTime:
-    device = cluster.device
+    """Return the seconds of a step on the slowest rank, scaled by the cluster's anchor if there is one."""
+    device, layers = cluster.device, work.rank_layers
     axes = ("fsdp", "dp_replicate", "cp", "tp", "pp")
     routes = {axis: route(cluster, work.degrees, axis) for axis in axes}
+    passes = (work.passes + work.forecasts, work.passes)  # of a step, forward and backward
+
+    # -- what computes: blocks, ends and fields of all passes, and the update
     blocks = [block_seconds(work, device, backward) for backward in (False, True)]
     in_block = [sum(times.values()) for times in blocks]
-    inside = inner_communication(work, device, routes, in_block)
-    sharding, in_all = sharding_communication(work, cluster, routes, in_block)
-    hidden = max(in_all - sharding, 0.0)
-    slowest = 1.0 if cluster.shared else spread(work.degrees.world)
-    computing = computing_seconds(work, device, blocks) | {
-        "update": update_seconds(work, cluster),
-        "slowed by collectives": slowed_seconds(work, cluster, routes, hidden),
-    }
-    forward, backward = inside
-    communicating = {
-        name: (work.passes + work.forecasts) * forward[name] + work.passes * backward[name]
-        for name in forward
-    }
+    computing = defaultdict(float)
+    for times, number in zip(blocks, passes, strict=True):
+        for name, value in times.items():
+            computing[name] += number * layers * value
+    rows, shapes = rank_rows(work), cut(work.model.first | work.model.last, work.degrees.tp)
+    outputs, inputs = shapes["head.weight"]
+    embedding = shapes.get("patch_embedding.weight")
+    for is_backward, number in enumerate(passes):  # the ends are never in float8
+        seconds_of_ends = device.linear_seconds(rows, inputs, outputs, work.dtype, bool(is_backward))
+        if embedding:  # no gradient goes into the patches
+            seconds_of_ends += device.linear_seconds(rows, embedding[1], embedding[0], work.dtype, False)
+        computing["matmul"] += number * seconds_of_ends
+    # Fields of a micro-batch are normalised, cut, weighted, and their errors summed, in float32.
+    newest, older = constants.FIELD_PASSES[work.compiled]
+    pairs = constants.PAIR_PASSES * work.members * (work.members > 1 and not work.compiled)
+    size = FLOAT32 * (newest + pairs + (work.history - 1) * older) * work.accumulation
+    size *= work.local_batch * work.members * work.field_values * work.rollout_steps
+    computing["fields"] = device.elementwise_seconds(size) if size else 0.0
+    computing["update"] = update_seconds(work, cluster)
+
+    # -- what communicates within a sample: collectives of tp and cp, and the sends of a pipeline
+    communicating: Times = defaultdict(float)
+    inside = 0.0  # of a micro-batch, forward and backward
+    for is_backward, number in enumerate(passes):
+        of_axes = {}
+        for axis, collectives in (("tp", tensor_collectives), ("cp", context_collectives)):
+            calls = collectives(work)[is_backward]
+            taken = sum(n * seconds(call.kind, call.size, routes[axis]) for call, n in calls.items())
+            of_axes[axis] = taken * layers / work.model.layers
+        if work.method == "ring":  # which attention hides
+            attending = layers * attention_seconds(work, device, bool(is_backward))
+            of_axes["cp"] = max(of_axes["cp"] - attending * (1 - 1 / work.degrees.cp), 0.0)
+        # A stage sends its tokens on, and their gradients back, and waits for those of its neighbours.
+        of_axes["pp"] = work.stages_of_rank * seconds("send", unit_bytes(work), routes["pp"])
+        if work.stages_of_rank > 1:  # of one stage while the next computes
+            of_axes["pp"] = max(of_axes["pp"] - layers * in_block[is_backward], 0.0)
+        for axis, taken in of_axes.items():
+            communicating[axis] += number * taken
+            inside += taken
     if work.degrees.pp == 1:
-        for name, calls in zip(forward, rollout_collectives(work), strict=False):
-            times = [n * seconds(call.kind, call.size, routes[call.axis]) for call, n in calls.items()]
-            communicating[name] += work.forecasts * sum(times)
-    communicating["exposed data parallel"] = sharding
-    waiting = {
-        # Stages wait for the slowest rank of the one before, and all ranks for the one that computes longest.
-        "bubble": slowest * bubble(work, in_block, sum(sum(times.values()) for times in inside)),
-        "stragglers": (slowest - 1) * sum(computing.values()),
-    }
-    factor = cluster.anchor.factor(work) if cluster.anchor else 1.0
-    computing, communicating, waiting = (
-        {name: factor * value for name, value in each.items()} for each in (computing, communicating, waiting)
-    )
-    return StepTime(computing, communicating, waiting, work.global_batch, factor * hidden)
+        for axis, calls in zip(("tp", "cp"), rollout_collectives(work), strict=True):
+            taken = sum(n * seconds(call.kind, call.size, routes[call.axis]) for call, n in calls.items())
+            communicating[axis] += work.forecasts * taken
 
-
-def computing_seconds(work: Workload, device: Device, blocks: list[Times]) -> Times:
-    """Seconds of all passes by class of kernel. `blocks`: those of one block, forward and backward."""
-    ends = [end_seconds(work, device, backward) for backward in (False, True)]
-    total = defaultdict(float)
-    for parts, number in ((blocks, work.rank_layers), (ends, 1)):
-        for times, passes in zip(parts, (work.passes + work.forecasts, work.passes), strict=True):
-            for name, value in times.items():
-                total[name] += number * passes * value
-    total["fields"] = field_seconds(work, device) * work.accumulation
-    return total
-
-
-def slowed_seconds(work: Workload, cluster: Cluster, routes: dict[str, Route], hidden: float) -> float:
-    """Return the seconds by which `hidden` seconds of concurrent collectives slow the computation."""
+    # -- data parallelism, of which a part is hidden; what is hidden slows what computes
+    exposed, total = data_communication(work, cluster, routes, in_block)
+    hidden = max(total - exposed, 0.0)
     ring = routes["fsdp" if work.uses_fsdp else "dp_replicate"].ring
     slower = 0.0 if cluster.shared else constants.NCCL_SLOWDOWN
-    return slower * ring.bandwidth / cluster.inside.bandwidth * hidden
+    computing["slowed by collectives"] = slower * ring.bandwidth / cluster.inside.bandwidth * hidden
+    names = {"tp": "exposed tensor parallel", "cp": "exposed context parallel", "pp": "exposed pipeline"}
+    sent = {names[axis]: taken for axis, taken in communicating.items()} | {"exposed data parallel": exposed}
+
+    # -- stages wait for the slowest rank of the one before, and all ranks for the one that computes longest.
+    # A pipeline idles for p - 1 micro-batches of one of a rank's stages; zero-bubble schedules fill all but
+    # the gradients of inputs, a third. The forecasts of a rollout pass one stage at a time.
+    slowest = 1.0 if cluster.shared else spread(work.degrees.world)
+    idle = (1 / 3 if "ZeroBubble" in work.schedule else 1.0) / work.stages_of_rank
+    bubble = work.accumulation * work.rollout_steps * (sum(in_block) * layers + inside) * idle
+    bubble = (work.degrees.pp - 1) * (bubble + work.forecasts * in_block[0] * layers)
+    waiting = {"bubble": slowest * bubble, "stragglers": (slowest - 1) * sum(computing.values())}
+
+    factor = cluster.anchor.factor(work) if cluster.anchor else 1.0
+    scaled = [{k: factor * v for k, v in times.items()} for times in (computing, sent, waiting)]
+    return StepTime(scaled[0], scaled[1], scaled[2], work.global_batch, factor * hidden)
 
 
 def spread(devices: int) -> float:
@@ -138,59 +160,32 @@ def normal_maximum(number: int) -> float:
 # -- communication
 
 
-def inner_communication(
-    work: Workload, device: Device, routes: dict[str, Route], in_block: list[float]
-) -> list[Times]:
-    """Exposed seconds of one micro-batch by class, of its forward and of its backward pass.
-
-    The ring's sends are hidden by attention. A stage of a pipeline sends its tokens on, and their gradients
-    back, and waits for those of its neighbours before it goes on. `in_block`: seconds that a block computes,
-    forward and backward.
-    """
-    passes = []
-    for is_backward in (False, True):
-        tensor, context = (
-            sum(number * seconds(call.kind, call.size, routes[axis]) for call, number in calls.items())
-            * (work.rank_layers / work.model.layers)
-            for axis, calls in (
-                ("tp", tensor_collectives(work)[is_backward]),
-                ("cp", context_collectives(work)[is_backward]),
-            )
-        )
-        if work.method == "ring":
-            attending = work.rank_layers * attention_seconds(work, device, is_backward)
-            context = max(context - attending * (1 - 1 / work.degrees.cp), 0.0)
-        sent = work.stages_of_rank * seconds("send", unit_bytes(work), routes["pp"])
-        if work.stages_of_rank > 1:  # of one stage while the next computes
-            sent = max(sent - work.rank_layers * in_block[is_backward], 0.0)
-        passes.append(
-            {
-                "exposed tensor parallel": tensor,
-                "exposed context parallel": context,
-                "exposed pipeline": sent,
-            }
-        )
-    return passes
-
-
-def sharding_communication(
+def data_communication(
     work: Workload, cluster: Cluster, routes: dict[str, Route], in_block: list[float]
 ) -> tuple[float, float]:
     """Exposed seconds of data parallelism in a step, and seconds in all. `in_block`: seconds that a block
     computes, forward and backward.
 
-    Gradients are reduced and scattered in every pass, and all-reduced over replicas (HSDP) in the last. Those
-    of a pipeline are reduced after the last micro-batch of a batch, when nothing is left to hide it.
-    cpu_offload copies a rank's shard to the device before each gather, and its gradients back.
+    FSDP reduces and scatters gradients in every pass, and all-reduces them over replicas (HSDP) in the last.
+    Those of a pipeline are reduced after the last micro-batch of a batch, when nothing is left to hide it.
+    cpu_offload copies a rank's shard to the device before each gather, and its gradients back. DDP reduces
+    buckets while backward goes on, and nothing hides the last one; ZeRO-1 then gathers the updated weights.
     """
+    (forward, backward), layers, replicas = in_block, work.rank_layers, routes["dp_replicate"]
     if not work.uses_fsdp:
-        return replica_communication(work, routes["dp_replicate"], in_block[1])
-    (forward, backward), layers = in_block, work.rank_layers
+        if replicas.ranks == 1:
+            return 0.0, 0.0
+        size = FLOAT32 * sum(n * count(unit) for unit, n in stage_shapes(work, first=True, last=True))
+        buckets = max(round(size / constants.BUCKET), 1)
+        bucket = seconds("all-reduce", size / buckets, replicas)
+        exposed = bucket + max((buckets - 1) * bucket - backward * layers, 0.0)
+        gathered = seconds("all-gather", size, replicas) * work.zero1
+        return exposed + gathered, buckets * bucket + gathered
     block = padded(cut(work.model.block, work.degrees.tp), work.fsdp_ranks)
     shard = block / work.fsdp_ranks
     gather = seconds("all-gather", work.itemsize * block, routes["fsdp"])
     scatter = seconds("reduce-scatter", work.reduce_itemsize * block, routes["fsdp"])
-    all_reduce = seconds("all-reduce", work.reduce_itemsize * shard, routes["dp_replicate"])
+    all_reduce = seconds("all-reduce", work.reduce_itemsize * shard, replicas)
     forwards = work.reductions if work.stays_gathered else work.passes + work.forecasts * work.gathers_again
     gathers = forwards + work.passes * work.gathers_again
     total = layers * (gathers * gather + work.reductions * scatter + all_reduce)
@@ -206,33 +201,6 @@ def sharding_communication(
     return exposed, total
 
 
-def replica_communication(work: Workload, on: Route, backward: float) -> tuple[float, float]:
-    """DDP: buckets of gradients are reduced while backward goes on; nothing hides the last one.
-
-    ZeRO-1 does the same and then gathers the updated weights, exposed.
-    """
-    if on.ranks == 1:
-        return 0.0, 0.0
-    size = FLOAT32 * sum(n * count(unit) for unit, n in stage_shapes(work, first=True, last=True))
-    buckets = max(round(size / constants.BUCKET), 1)
-    bucket = seconds("all-reduce", size / buckets, on)
-    exposed = bucket + max((buckets - 1) * bucket - backward * work.rank_layers, 0.0)
-    gathered = seconds("all-gather", size, on) * work.zero1
-    return exposed + gathered, buckets * bucket + gathered
-
-
-def bubble(work: Workload, in_block: list[float], inside: float) -> float:
-    """Seconds of an idle stage in a step. `inside`: communication of a micro-batch within a sample.
-
-    Idle for p - 1 micro-batches of one of a rank's stages; zero-bubble schedules fill all but the gradients
-    of inputs, a third. The forecasts of a rollout pass one stage at a time.
-    """
-    waiting, layers = work.degrees.pp - 1, work.rank_layers
-    idle = (1 / 3 if "ZeroBubble" in work.schedule else 1.0) / work.stages_of_rank
-    training = work.accumulation * work.rollout_steps * (sum(in_block) * layers + inside) * idle
-    return waiting * (training + work.forecasts * in_block[0] * layers)
-
-
 # -- computation of a block
 
 
@@ -241,8 +209,16 @@ def block_seconds(work: Workload, device: Device, backward: bool) -> Times:
     times = linear_seconds(work, device, backward)
     times["attention"] = attention_seconds(work, device, backward)
     times["elementwise"] = elementwise_seconds(work, device, backward)
-    if backward:
-        times["recomputed"] = recomputed_seconds(work, device)
+    if backward and work.ac_mode != "none":
+        again = elementwise_seconds(work, device, backward=False)
+        if work.ac_mode != "selective":
+            again += sum(linear_seconds(work, device, False).values())
+            again += attention_seconds(work, device, False)
+            if not work.compiled:  # recomputation stops before the last product of a segment
+                outputs, inputs = cut(work.model.block, work.degrees.tp)["mlp.down.weight"]
+                last = device.linear_seconds(rank_rows(work), inputs, outputs, work.dtype, False)
+                again -= last / work.segment
+        times["recomputed"] = again
     return times
 
 
@@ -301,40 +277,7 @@ def elementwise_seconds(work: Workload, device: Device, backward: bool) -> float
     return sum(device.elementwise_seconds(size, name) for name, size in sizes.items() if size)
 
 
-def recomputed_seconds(work: Workload, device: Device) -> float:
-    """Seconds of the part of the forward pass that activation checkpointing repeats in the backward pass."""
-    if work.ac_mode == "none":
-        return 0.0
-    again = elementwise_seconds(work, device, backward=False)
-    if work.ac_mode == "selective":
-        return again
-    again += sum(linear_seconds(work, device, False).values()) + attention_seconds(work, device, False)
-    if not work.compiled:  # recomputation stops before the last product of a segment
-        outputs, inputs = cut(work.model.block, work.degrees.tp)["mlp.down.weight"]
-        again -= device.linear_seconds(rank_rows(work), inputs, outputs, work.dtype, False) / work.segment
-    return again
-
-
-# -- the ends, the fields and the update
-
-
-def end_seconds(work: Workload, device: Device, backward: bool) -> Times:
-    """Patch embedding and head of one micro-batch, in half precision; no gradient goes into the patches."""
-    rows, shapes = rank_rows(work), cut(work.model.first | work.model.last, work.degrees.tp)
-    outputs, inputs = shapes["head.weight"]
-    matmul = device.linear_seconds(rows, inputs, outputs, work.dtype, backward)
-    if embedding := shapes.get("patch_embedding.weight"):
-        matmul += device.linear_seconds(rows, embedding[1], embedding[0], work.dtype, False)
-    return {"matmul": matmul}
-
-
-def field_seconds(work: Workload, device: Device) -> float:
-    """Fields of a micro-batch: normalised, cut, weighted, and their errors summed, in float32."""
-    values = work.local_batch * work.members * work.field_values * work.rollout_steps
-    newest, older = constants.FIELD_PASSES[work.compiled]
-    pairs = constants.PAIR_PASSES * work.members * (work.members > 1 and not work.compiled)
-    passes = newest + pairs + (work.history - 1) * older
-    return device.elementwise_seconds(FLOAT32 * passes * values) if values else 0.0
+# -- the update
 
 
 def update_seconds(work: Workload, cluster: Cluster) -> float:
@@ -347,7 +290,11 @@ def update_seconds(work: Workload, cluster: Cluster) -> float:
     owners, number = work.degrees.dp_replicate if work.zero1 else 1, shard_parameters(work)
     kernels = device.elementwise_seconds(update_bytes(work) / owners)
     rest = device.elementwise_seconds((constants.CLIP_BYTES + constants.AVERAGE_BYTES * work.ema) * number)
-    return kernels + rest + orthogonal_seconds(work, device) / owners
+    products = 0.0  # Muon's: every rank makes them of whole matrices, (m, n) with m <= n, of all its blocks
+    for m, n in map(sorted, work.model.matrices if work.optimizer == "Muon" else ()):
+        for shape in ((m, n, m), (m, m, m), (m, m, n)):
+            products += device.linear_seconds(*shape, work.dtype, False)
+    return kernels + rest + constants.ITERATIONS * work.rank_layers * products / owners
 
 
 def update_bytes(work: Workload) -> float:
@@ -357,14 +304,3 @@ def update_bytes(work: Workload) -> float:
         inside = number * work.model.layers * work.model.matrix_parameters / work.model.parameters
     measured = constants.UPDATE_BYTES.get(work.optimizer, constants.UPDATE_BYTES["AdamW"])
     return measured * (number - inside) + constants.MUON_BYTES * inside
-
-
-def orthogonal_seconds(work: Workload, device: Device) -> float:
-    """Muon's products: every rank makes them of whole matrices, (m, n) with m <= n, of all its blocks."""
-    if work.optimizer != "Muon":
-        return 0.0
-    total = 0.0
-    for m, n in map(sorted, work.model.matrices):
-        for product in ((m, n, m), (m, m, m), (m, m, n)):
-            total += device.linear_seconds(*product, work.dtype, False)
-    return constants.ITERATIONS * work.rank_layers * total
