@@ -51,6 +51,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from config import Config
+from datasets.channels import Channels
 from datasets.options import COPIES_AHEAD
 from errors import ConfigError, one_line_errors, refuse
 from parallelisms.degrees import resolve_degrees
@@ -66,7 +67,7 @@ from planning.report import (
     read_rate,
     time_table,
 )
-from planning.search import Plan, best_layouts, check_device, divisors, fits, layout_options, plan
+from planning.search import best_layouts, check_device, divisors, fits, layout_options, plan
 from planning.step_time import step_time
 from planning.workload import Workload, workload_of
 from training.config_checks import check
@@ -80,28 +81,34 @@ MOST_RANKS = 4096
 def main() -> None:
     with one_line_errors():
         options, rest = split_options(sys.argv[1:], OPTIONS)
-        check_options(options)
+        if not 1 <= options.world_size <= MOST_RANKS:
+            raise ConfigError(f"--world_size {options.world_size}: give 1 to {MOST_RANKS} ranks")
+        if options.layout not in ("configured", "auto"):
+            raise ConfigError(f"--layout {options.layout}: give configured or auto")
         cluster = load_cluster(options.cluster, options.clusters) if options.cluster else None
         world = cluster.devices if cluster else options.world_size
         world = 1 if options.calibrate else world
         os.environ["WORLD_SIZE"] = str(world)  # what the degrees are checked against
         config = start(rest, __doc__, check if options.layout != "auto" else None)
         if options.dry_run:
-            dry_run_table(config, world)
+            from planning.dry_run import dry_run  # imported here, and below: torch takes seconds
+
+            started = time.perf_counter()
+            result = dry_run(config, world, grid_of(config), len(Channels.of(config.data).variables))
+            written = "; blocks run as they are written, not compiled" if config.compile.enable else ""
+            seconds = time.perf_counter() - started
+            print(f"{result.table()}\n\nno rank was started{written}; {seconds:.0f} s")
         elif options.calibrate:
-            calibrate_machine(config)
+            from planning.calibration import CALIBRATION as folder
+            from planning.calibration import calibrate
+
+            calibrate(config, grid_of(config), len(Channels.of(config.data).variables), folder)
+            seconds = run_record(folder).seconds
+            print(f"{folder}: {seconds:,.4f} s a step, of one micro-batch; use it with --anchor {folder}")
         elif not cluster:
             raise ConfigError("plan.py: give a cluster: --cluster a100x64 (or --calibrate, --dry_run)")
         else:
             sys.exit(make_plan(config, cluster, options))
-
-
-def check_options(options: argparse.Namespace) -> None:
-    """Raise ConfigError for invalid values of the options."""
-    if not 1 <= options.world_size <= MOST_RANKS:
-        raise ConfigError(f"--world_size {options.world_size}: give 1 to {MOST_RANKS} ranks")
-    if options.layout not in ("configured", "auto"):
-        raise ConfigError(f"--layout {options.layout}: give configured or auto")
 
 
 def make_plan(config: Config, cluster: Cluster, options: argparse.Namespace) -> int:
@@ -128,10 +135,13 @@ def make_plan(config: Config, cluster: Cluster, options: argparse.Namespace) -> 
     if options.json:
         print(json.dumps(as_json(made, cluster, cost, read_bytes), indent=1))
         return 0 if fit else 1
-    first = answer(made, cluster, cost, original, bool(plans))
-    nowhere = ["no layout fits; as configured:"] if options.layout == "auto" and not plans else []
-    blocks = [*nowhere, first, *layout_blocks(plans, cluster, original), memory_table(made.memory)]
-    blocks += [time_table(made.work, made.time, cluster)]
+    blocks = [answer(made, cluster, cost, original, bool(plans))]
+    if plans:
+        best = layout_options(plans[0].work, original, cluster.devices)
+        blocks.append(f"{layouts_table(plans, cluster)}\nto train so: {best}")
+    elif options.layout == "auto":
+        blocks.insert(0, "no layout fits; as configured:")
+    blocks += [memory_table(made.memory), time_table(made.work, made.time, cluster)]
     blocks += [cluster.anchor.line()] if cluster.anchor else [unused] if unused else []
     print("\n\n".join([*blocks, data_line(read_bytes, cluster)]))
     return 0 if fit else 1
@@ -182,39 +192,7 @@ def choose_local_batch(config: Config, world: int) -> Config:
 
 
 def job(config: Config, world: int) -> Workload:
-    return workload_of(config, world, grid_of(config).shape, num_variables(config))
-
-
-def num_variables(config: Config) -> int:
-    from datasets.channels import Channels
-
-    return len(Channels.of(config.data).variables)
-
-
-def layout_blocks(plans: list[Plan], cluster: Cluster, config: Config) -> list[str]:
-    """Return the table of layouts and the options of the best one; config: as the user has written it."""
-    if not plans:
-        return []
-    command = f"to train so: {layout_options(plans[0].work, config, cluster.devices)}"
-    return [f"{layouts_table(plans, cluster)}\n{command}"]
-
-
-def calibrate_machine(config: Config) -> None:
-    """Measure steps of `config` on this machine; plan.py --anchor takes the folder."""
-    from planning.calibration import CALIBRATION, calibrate  # imported here: torch takes seconds
-
-    calibrate(config, grid_of(config), num_variables(config), CALIBRATION)
-    seconds = run_record(CALIBRATION).seconds
-    print(f"{CALIBRATION}: {seconds:,.4f} s a step, of one micro-batch; use it with --anchor {CALIBRATION}")
-
-
-def dry_run_table(config: Config, world_size: int) -> None:
-    from planning.dry_run import dry_run  # imported here: torch takes seconds
-
-    started = time.perf_counter()
-    result = dry_run(config, world_size, grid_of(config), num_variables(config))
-    written = "; blocks run as they are written, not compiled" if config.compile.enable else ""
-    print(f"{result.table()}\n\nno rank was started{written}; {time.perf_counter() - started:.0f} s")
+    return workload_of(config, world, grid_of(config).shape, len(Channels.of(config.data).variables))
 
 
 def grid_of(config: Config) -> "Grid":

@@ -159,9 +159,19 @@ def load_cluster(name: str, files: Iterable[str | Path] = ()) -> Cluster:
     change keys of known ones. ConfigError, in one line, for what cannot be read or is not known.
     """
     tables = all_machines(files)
-    machine, devices = split_name(name, list(tables))
-    cluster = build_cluster(machine, tables[machine])
-    return cluster if devices is None else cluster.with_devices(devices)
+    machine, number = split_name(name, list(tables))
+    values = {key: value for key, value in tables[machine].items() if key != "like"}
+    values["known_as"] = tuple(values.get("known_as", ()))
+    for key, takes in OTHERS.items():
+        if takes == ():
+            values[key] = {int(head_size): rate for head_size, rate in values.get(key, {}).items()}
+        elif takes is LINK:
+            values[key] = Link(**values[key])
+    device = Device(machine, **{key: values.pop(key) for key in DEVICE_KEYS if key in values})
+    devices = values["devices_per_node"] = round(values["devices_per_node"])
+    # A node that ranks share is divided among one rank per core, unless there is another number.
+    one = Cluster(machine, device, 1 if values.get("shared") else devices, **values)
+    return one.with_devices(devices if number is None else number)
 
 
 def split_name(name: str, machines: list[str]) -> tuple[str, int | None]:
@@ -210,7 +220,7 @@ def all_machines(files: Iterable[str | Path] = ()) -> dict[str, Table]:
 
 
 def read_machines(path: Path) -> dict[str, Table]:
-    """Machine -> its keys, as in `path`. ConfigError for what is no TOML or has unknown keys."""
+    """Machine -> its keys, as in `path`. ConfigError for what is no TOML, or has unknown keys or values."""
     try:
         tables = tomllib.loads(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
@@ -219,41 +229,21 @@ def read_machines(path: Path) -> dict[str, Table]:
         if not isinstance(table, dict):
             raise ConfigError(f"--clusters {path}: {machine} is outside a machine; put it below [name]")
         for key, value in table.items():
-            if fix := find_problem(key, value):
+            takes, fix = OTHERS.get(key), "give a positive number"
+            if key not in KEYS:
+                valid, fix = False, f"no such key; {nearest(key, KEYS)}"
+            elif takes is None:
+                valid = is_positive(value) or (key in MAY_BE_ZERO and value == 0)
+            elif isinstance(takes, type):
+                valid, fix = isinstance(value, takes), f"give a {takes.__name__}"
+            else:
+                valid = isinstance(value, dict) and all(map(is_positive, value.values())) and bool(value)
+                valid = valid and set(takes) <= set(value) <= set(TABLE_KEYS)
+                fix = f"give a table of positive numbers with the keys {', '.join(takes) or 'of head sizes'}"
+            if not valid:
                 raise ConfigError(f"--clusters {path}: {machine}.{key} = {value!r}: {fix}")
     return tables
 
 
-def find_problem(key: str, value: Any) -> str:
-    """Return "" if `value` is valid for `key`, else the fix."""
-    if key not in KEYS:
-        return f"no such key; {nearest(key, KEYS)}"
-    takes = OTHERS.get(key)
-    if takes is None:
-        right = is_positive(value) or (key in MAY_BE_ZERO and value == 0)
-        return "" if right else "give a positive number"
-    if isinstance(takes, type):
-        return "" if isinstance(value, takes) else f"give a {takes.__name__}"
-    right = isinstance(value, dict) and all(map(is_positive, value.values()))
-    if right and value and set(takes) <= set(value) <= set(TABLE_KEYS):
-        return ""
-    return f"give a table of positive numbers with the keys {', '.join(takes) or 'of head sizes'}"
-
-
 def is_positive(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < float("inf")
-
-
-def build_cluster(machine: str, table: Table) -> Cluster:
-    """Return one node of a machine; a node that ranks share is divided among one rank per core."""
-    values = {key: value for key, value in table.items() if key != "like"}
-    values["known_as"] = tuple(values.get("known_as", ()))
-    for key, takes in OTHERS.items():
-        if takes == ():
-            values[key] = {int(head_size): rate for head_size, rate in values.get(key, {}).items()}
-        elif takes is LINK:
-            values[key] = Link(**values[key])
-    device = Device(machine, **{key: values.pop(key) for key in DEVICE_KEYS if key in values})
-    devices = values["devices_per_node"] = round(values["devices_per_node"])
-    one = Cluster(machine, device, 1 if values.get("shared") else devices, **values)
-    return one.with_devices(devices)

@@ -90,14 +90,6 @@ class Saves:
         return max(math.sqrt(2 * self.waits / rate), self.writing) if rate else math.inf
 
 
-def saves_of(config: Config, work: Workload, cluster: Cluster) -> Saves:
-    """Steps wait for the copy to the host, or for the files if the save is synchronous."""
-    size, writers = checkpoint_size(work), work.fsdp_ranks * work.degrees.tp * work.degrees.pp
-    writing = size / min(cluster.nodes, writers) / cluster.storage  # replicas have the same
-    is_async = config.checkpoint.async_mode != "disabled"
-    return Saves(size, size / writers / cluster.host_link if is_async else writing, writing)
-
-
 Cost = dict[str, float]  # hours and dollars of one run on one fleet
 
 
@@ -138,8 +130,11 @@ def cost_range(config: Config, plan: Plan, cluster: Cluster) -> CostRange:
     interruption loses everything.
     """
     work, settings, every = plan.work, config.checkpoint, fleets(cluster)
-    saves = saves_of(config, work, cluster)
-    save = saves.waits
+    # Steps wait for the copy to the host, or for the files if the save is synchronous.
+    size, writers = checkpoint_size(work), work.fsdp_ranks * work.degrees.tp * work.degrees.pp
+    writing = size / min(cluster.nodes, writers) / cluster.storage  # replicas have the same
+    save = size / writers / cluster.host_link if settings.async_mode != "disabled" else writing
+    saves = Saves(size, save, writing)
     steps = settings.interval if settings.enable else math.inf  # between two saves
     lengths = [(number, time.total) for number, _, time in rollout_stages(config, plan, cluster)]
 

@@ -31,12 +31,11 @@ from datasets.grid import Grid
 from errors import refuse
 from parallelisms.degrees import Degrees
 from parallelisms.mesh import mesh_of
-from parallelisms.parallelize import ParallelModel
 from planning.collectives import Collective, Recorder, collectives_table
 from training.assembly import Fields, assemble
 from training.batches import Batch
 from training.gradients import LossScaler
-from training.state import TrainState, build_state
+from training.state import build_state
 from training.step import Run, accumulate_gradients, update_weights
 
 NO_HOOK = RemovableHandle(OrderedDict())
@@ -100,7 +99,11 @@ def _run(config: Config, fields: Fields) -> DryRun:
         if isinstance(part, DistributedDataParallel):
             part.register_comm_hook(None, reduced_bucket)
     with fake:
-        make_states(model, state)
+        # Allocate the optimizer states, as after the first step: the peak of a run is that of its second.
+        for parameter in model.optimized_parameters().values():
+            parameter.grad = torch.zeros_like(parameter)
+        state.optimizer.step()
+        model.zero_grad()
         tracker.track_external(*model.parts, state.optimizer)
         if state.average:
             tracker.track_external(*state.average.averages.values())
@@ -120,15 +123,18 @@ def _run(config: Config, fields: Fields) -> DryRun:
     states = [value for value in states if isinstance(value, Tensor)]
     parameters = model.parameters.values()
     peak = tracker.get_tracker_snapshot("peak")[device]
-    batches.count_repeated()
+    # The collectives of every micro-batch that the first one represents.
+    calls = batches.record.calls + Counter(
+        {call: number * (batches.accumulation - 2) for call, number in batches.first.items()}
+    )
     return DryRun(
-        mesh.degrees,
-        4 * assembly.num_parameters,
-        sum(map(local_bytes, parameters)),
-        gradients,
-        sum(map(local_bytes, states)),
-        {str(getattr(kind, "value", kind)): n for kind, n in peak.items()},
-        batches.record.calls,
+        degrees=mesh.degrees,
+        total_parameters=4 * assembly.num_parameters,
+        parameters=sum(map(local_bytes, parameters)),
+        gradients=gradients,
+        optimizer=sum(map(local_bytes, states)),
+        peak={str(getattr(kind, "value", kind)): n for kind, n in peak.items()},
+        calls=calls,
     )
 
 
@@ -218,11 +224,6 @@ class FakeBatches:
                 self.first = self.record.calls.copy()
             yield Batch(torch.empty(self.shape), torch.zeros(self.shape[0], dtype=torch.int64))
 
-    def count_repeated(self) -> None:
-        """Count the collectives of every micro-batch that the first one represents."""
-        for call, number in self.first.items():
-            self.record.calls[call] += number * (self.accumulation - 2)
-
 
 def reduced_bucket(
     state: None,
@@ -233,14 +234,6 @@ def reduced_bucket(
     dist.all_reduce(bucket.buffer())
     done.set_result(bucket.buffer())
     return done
-
-
-def make_states(model: ParallelModel, state: TrainState) -> None:
-    """Allocate the optimizer states, as after the first step: the peak of a run is that of its second."""
-    for parameter in model.optimized_parameters().values():
-        parameter.grad = torch.zeros_like(parameter)
-    state.optimizer.step()
-    model.zero_grad()
 
 
 def local_bytes(tensor: Tensor) -> int:

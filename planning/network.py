@@ -132,18 +132,14 @@ def seconds(kind: str, size: float, on: Route) -> float:
     if kind in ("all-gather", "reduce-scatter"):
         return ring_all_reduce(on.ranks, on.ring, size) / 2
     if kind == "all-to-all":
-        return all_to_all(on, size)
+        # Each rank keeps 1 / n, sends some inside its node, the rest over the group's part of the network.
+        outside, inside = on.ranks - on.per_node, on.per_node - 1  # ranks to send to
+        latency = (outside * on.between.latency + inside * on.inside.latency) / on.ranks
+        sent = max(inside / on.inside.bandwidth, outside * on.per_node / on.between.bandwidth)
+        return latency + sent * size / on.ranks
     return on.ring.latency + size / on.ring.bandwidth  # a send to a neighbour, a broadcast in chunks
 
 
 def ring_all_reduce(ranks: int, link: Link, size: float) -> float:
     """2 (n - 1) alpha + 2 (n - 1) / n S / B; the two halves are a reduce-scatter and an all-gather."""
     return 2 * (ranks - 1) * link.latency + 2 * (ranks - 1) / ranks * size / link.bandwidth
-
-
-def all_to_all(on: Route, size: float) -> float:
-    """Each rank keeps 1 / n, sends some inside its node, the rest over the group's part of the network."""
-    outside, inside = on.ranks - on.per_node, on.per_node - 1  # ranks to send to
-    latency = (outside * on.between.latency + inside * on.inside.latency) / on.ranks
-    sent = max(inside / on.inside.bandwidth, outside * on.per_node / on.between.bandwidth)
-    return latency + sent * size / on.ranks

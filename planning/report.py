@@ -28,62 +28,63 @@ COMPRESSION = 0.72
 
 
 def answer(made: Plan, cluster: Cluster, cost: CostRange, config: Config, searched: bool) -> str:
-    """Return the main results: time, cost, speed, memory, layout, and the settings that help most."""
-    work, time = made.work, made.time
-    peak, room = cluster.device.peak["bf16"], capacity(cluster) / GIB
+    """Return the main results: time, cost, speed, memory, layout, and the settings that help most.
+
+    searched: the layout was found by --layout auto.
+    """
+    work, time, saves, every = made.work, made.time, cost.saves, config.checkpoint.interval
+    peak, room, fit = cluster.device.peak["bf16"], capacity(cluster) / GIB, fits(made, cluster)
+    nodes = f"{cluster.nodes:,} node{'s' * (cluster.nodes > 1)}"
+    rolled = f"; rolled out over {work.rollout_steps} steps" if work.rollout_steps > 1 else ""
     band = band_of(work, cluster)
     low, high = band.around(time.total) if band else (0.0, 0.0)
     within = f", {low:,.3f} to {high:,.3f} by its error band" if band else ""
     unit, length = ("days", 24) if cost.planned["on demand"]["hours"] > 24 else ("hours", 1)
     dollars = (f"{fleet}: {cost.between(fleet, 'dollars')}" for fleet in cost.planned)
-    device_hours = cost.between("on demand", "hours", 1 / cluster.devices)
+    saved = "none (checkpoint.enable)"
+    if config.checkpoint.enable:
+        saved = f"every {every} steps = {every * time.total / 60:,.1f} min"
+    if math.isfinite(best := cost.best_interval):
+        saved += f"; least cost: every {max(round(best / time.total), 1)} = {best / 60:,.1f} min (Young 1974)"
     lines = {
-        "job": job_text(work, cluster),
-        "layout": layout_text(work),
+        "job": f"{work.model.parameters / 1e6:,.0f} M parameters, {work.model.tokens} tokens, "
+        f"{work.sample_flops / 1e12:,.1f} TFLOP a sample; "
+        f"{cluster.name}: {cluster.devices} x {cluster.device.name} in {nodes}{rolled}",
+        "layout": f"{layout(work)}; global batch {work.global_batch} = {work.local_batch} x "
+        f"{work.degrees.dp} ranks x {work.accumulation}; {work.dtype}, checkpointing {work.ac_mode}",
         "time": f"{cost.between('on demand', 'hours', length, 2)} {unit} for {cost.steps:,} steps; "
         f"{time.total:,.3f} s a step{within}",
-        "dollars": f"{'; '.join(dollars)} ({device_hours} device-hours)",
-        "saves": saves_text(config, made, cost),
+        "dollars": f"{'; '.join(dollars)} "
+        f"({cost.between('on demand', 'hours', 1 / cluster.devices)} device-hours)",
+        "saves": f"{saves.size / 1e9:,.2f} GB, steps wait {saves.waits:,.2f} s, "
+        f"written in {saves.writing:,.1f} s; {saved}",
         "speed": f"{time.samples_per_second:,.2f} samples/s, MFU {time.mfu(work, peak):.1%} "
         f"of {peak / 1e12:,.0f} TFLOP/s",
         "memory": f"{made.memory.peak / GIB:.2f} of {room:.2f} GiB of tensors a device: "
-        f"{'fits' if fits(made, cluster) else 'DOES NOT FIT'}",
+        f"{'fits' if fit else 'DOES NOT FIT'}",
     }
     head = [f"{name:<9}{text}" for name, text in lines.items()]
-    suggest = next_to_try if fits(made, cluster) else changes_needed
-    return "\n".join([*head, *suggest(made, cluster, config, searched)])
-
-
-def saves_text(config: Config, made: Plan, cost: CostRange) -> str:
-    """Return the cost of a save, the interval of the configuration and the one that costs least."""
-    saves, best, settings, seconds = cost.saves, cost.best_interval, config.checkpoint, made.time.total
-    text = f"{saves.size / 1e9:,.2f} GB, steps wait {saves.waits:,.2f} s, written in {saves.writing:,.1f} s; "
-    if settings.enable:
-        text += f"every {settings.interval} steps = {settings.interval * seconds / 60:,.1f} min"
-    else:
-        text += "none (checkpoint.enable)"
-    if math.isfinite(best):
-        text += f"; least cost: every {max(round(best / seconds), 1)} = {best / 60:,.1f} min (Young 1974)"
-    return text
-
-
-def job_text(work: Workload, cluster: Cluster) -> str:
-    nodes = f"{cluster.nodes:,} node{'s' * (cluster.nodes > 1)}"
-    text = (
-        f"{work.model.parameters / 1e6:,.0f} M parameters, {work.model.tokens} tokens, "
-        f"{work.sample_flops / 1e12:,.1f} TFLOP a sample; "
-        f"{cluster.name}: {cluster.devices} x {cluster.device.name} in {nodes}"
-    )
-    if work.rollout_steps > 1:
-        text += f"; rolled out over {work.rollout_steps} steps"
-    return text
-
-
-def layout_text(work: Workload) -> str:
-    return (
-        f"{layout(work)}; global batch {work.global_batch} = {work.local_batch} x {work.degrees.dp} ranks x "
-        f"{work.accumulation}; {work.dtype}, checkpointing {work.ac_mode}"
-    )
+    proposals = []
+    if fit:  # the two settings that shorten a step most
+        for changed in speedups(made, cluster)[:2]:
+            gain, need = changed.time.total / time.total - 1, changed.memory.peak / GIB
+            options = layout_options(changed.work, config, cluster.devices)
+            proposals.append(
+                f"next     {options}: {changed.time.total:.3f} s a step ({gain:+.1%}), {need:.2f} GiB"
+            )
+        more = "more devices would" if searched else "try --layout auto, or more devices"
+        none = f"next     no single setting makes it {SIMPLICITY:.0%} faster; {more}"
+        return "\n".join([*head, *(proposals or [none])])
+    # The three cheapest changes with which the job fits.
+    lack = made.memory.peak / GIB - room
+    what = f"{lack:.2f} GiB a device are" if lack > 0 else "memory of the host is"
+    head.append(f"next     {what} missing; the cheapest changes with which it fits:")
+    for changed in changes_that_fit(work, cluster):
+        more, need = changed.device_seconds / made.device_seconds - 1, changed.memory.peak / GIB
+        options = layout_options(changed.work, config, cluster.devices)
+        proposals.append(f"  {options}: {need:.2f} of {room:.2f} GiB, {more:+.1%} device time a step")
+    none = "no layout has room for it" if searched else "try --layout auto"
+    return "\n".join([*head, *(proposals or [f"  none of one or two settings; {none}"])])
 
 
 def layout(work: Workload) -> str:
@@ -92,33 +93,6 @@ def layout(work: Workload) -> str:
     if work.degrees.pp > 1:
         text += f" ({work.schedule}, {work.micro_batches} micro-batches of {work.micro_batch})"
     return text + (", zero1" if work.zero1 else "") + (", cpu_offload" if work.offload else "")
-
-
-# -- what to change
-
-
-def next_to_try(made: Plan, cluster: Cluster, config: Config, searched: bool) -> list[str]:
-    """Return the two settings that shorten a step most. searched: --layout auto was."""
-    more = "more devices would" if searched else "try --layout auto, or more devices"
-    lines = []
-    for changed in speedups(made, cluster)[:2]:
-        gain = changed.time.total / made.time.total - 1
-        after = f"{changed.time.total:.3f} s a step ({gain:+.1%}), {changed.memory.peak / GIB:.2f} GiB"
-        lines.append(f"next     {layout_options(changed.work, config, cluster.devices)}: {after}")
-    return lines or [f"next     no single setting makes it {SIMPLICITY:.0%} faster; {more}"]
-
-
-def changes_needed(made: Plan, cluster: Cluster, config: Config, searched: bool) -> list[str]:
-    """Return the missing memory, and the three cheapest changes with which the job fits."""
-    lack, room = (made.memory.peak - capacity(cluster)) / GIB, capacity(cluster) / GIB
-    what = f"{lack:.2f} GiB a device are" if lack > 0 else "memory of the host is"
-    rows = [f"next     {what} missing; the cheapest changes with which it fits:"]
-    for changed in changes_that_fit(made.work, cluster):
-        cost = changed.device_seconds / made.device_seconds - 1
-        after = f"{changed.memory.peak / GIB:.2f} of {room:.2f} GiB, {cost:+.1%} device time a step"
-        rows.append(f"  {layout_options(changed.work, config, cluster.devices)}: {after}")
-    none = "no layout has room for it" if searched else "try --layout auto"
-    return rows if len(rows) > 1 else [*rows, f"  none of one or two settings; {none}"]
 
 
 # -- tables
