@@ -13,6 +13,7 @@
 --calibrate           measure steps of the configuration on this machine, for --anchor outputs/calibration
 --dry_run             build the layout on fake ranks (as many as --cluster has, or --world_size N) and run one
                       step without memory
+--story               also print memory by technique, and 1 device, a node and all devices next to each other
 --json                print one JSON object instead of tables
 
 --job.dump_folder RUN alone plans the run in that folder, by its config.toml. Days and dollars are ranges:
@@ -38,6 +39,7 @@ OPTIONS = own_options(
     calibrate=False,
     dry_run=False,
     json=False,
+    story=False,
     world_size=1,
 )
 if __name__ == "__main__":
@@ -65,6 +67,7 @@ from planning.report import (
     layouts_table,
     memory_table,
     read_rate,
+    story,
     time_table,
 )
 from planning.search import best_layouts, check_device, divisors, fits, layout_options, plan
@@ -142,6 +145,8 @@ def make_plan(config: Config, cluster: Cluster, options: argparse.Namespace) -> 
     elif options.layout == "auto":
         blocks.insert(0, "no layout fits; as configured:")
     blocks += [memory_table(made.memory), time_table(made.work, made.time, cluster)]
+    if options.story:
+        blocks.append(story(work, cluster, config.training.steps))
     blocks += [cluster.anchor.line()] if cluster.anchor else [unused] if unused else []
     print("\n\n".join([*blocks, data_line(read_bytes, cluster)]))
     return 0 if fit else 1

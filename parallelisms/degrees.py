@@ -55,10 +55,11 @@ class Degrees:
         return self.dp_shard * self.cp > 1 or (self.dp_replicate > 1 and self.splits_model)
 
 
-def resolve_degrees(world: int, parallelism: Parallelism) -> Degrees:
+def resolve_degrees(world: int, parallelism: Parallelism, num_heads: int = 0) -> Degrees:
     """Return the degrees for `world` ranks, `data_parallel_shard_degree = -1` filled in.
 
-    Raises ConfigError, with a layout that works, if their product is not `world`.
+    Raises ConfigError, with a layout that works, if their product is not `world`. num_heads: which a tensor
+    parallel degree that is proposed divides; 0: not known.
     """
     named = {f"{name}_degree": getattr(parallelism, f"{name}_degree") for name in NAMES}
     pp, dp_replicate, dp_shard, cp, tp = named.values()
@@ -68,18 +69,17 @@ def resolve_degrees(world: int, parallelism: Parallelism) -> Degrees:
         return Degrees(pp, dp_replicate, shards, cp, tp)
     key, value = max(named.items(), key=lambda item: (item[1] != 1, item[1], item[0] == SHARD))
     product = " x ".join(str(value) for value in named.values() if value != -1)
-    reason = f"the run has {world} rank(s), the degrees make {product}; {_proposal(world, named, key)}"
+    others = math.prod(value for name, value in named.items() if name != key and value != -1)
+    if world % others:
+        fix = f"try {SHARD} = -1 and all others 1"
+    elif key == SHARD:
+        fix = f"valid: {key} = -1 or {world // others}"
+    else:
+        heads = num_heads if key == "tensor_parallel_degree" else 0
+        choices = [n for n in divisors(world // others) if heads % n == 0]
+        fix = f"valid: {key} = {' or '.join(map(str, choices))} with {SHARD} = -1"
+    reason = f"the run has {world} rank(s), the degrees make {product}; {fix}"
     refuse(f"parallelism.{key}", value, reason)
-
-
-def _proposal(world: int, named: dict[str, int], key: str) -> str:
-    rest = math.prod(value for name, value in named.items() if name != key and value != -1)
-    if world % rest:
-        return f"try {SHARD} = -1 and all others 1"
-    if key == SHARD:
-        return f"valid: {key} = -1 or {world // rest}"
-    choices = " or ".join(map(str, divisors(world // rest)))
-    return f"valid: {key} = {choices} with {SHARD} = -1"
 
 
 def divisors(number: int) -> list[int]:
@@ -119,48 +119,37 @@ def check_processes(name: str, number: int) -> None:
 
 def check_layout(config: Config) -> None:
     """Raise ConfigError for degrees, batches and options that do not work together."""
-    degrees = resolve_degrees(num_ranks(), config.parallelism)
-    if registered(config.model.name).has_tokens:
-        method = config.parallelism.context_parallel_method
-        _check_heads(config.model.num_heads, degrees.tp, degrees.cp, method)
+    parallelism, training, model = config.parallelism, config.training, config.model
+    has_tokens, heads = registered(model.name).has_tokens, model.num_heads
+    degrees = resolve_degrees(num_ranks(), parallelism, heads if has_tokens else 0)
+    if has_tokens and heads % degrees.tp:
+        reason = f"does not divide model.num_heads = {heads}; valid: {divisors(heads)}"
+        refuse("parallelism.tensor_parallel_degree", degrees.tp, reason)
+    of_rank = heads // degrees.tp
+    if has_tokens and parallelism.context_parallel_method == "ulysses" and of_rank % degrees.cp:
+        alternative = 'or context_parallel_method = "all_gather" or "ring"'
+        reason = f"ulysses distributes {of_rank} heads a rank; valid: {divisors(of_rank)}, {alternative}"
+        refuse("parallelism.context_parallel_degree", degrees.cp, reason)
+
     if degrees.pp > 1:
-        _check_pipeline(config)
-    if config.parallelism.data_parallel == "zero1" and degrees.dp_replicate != degrees.world:
+        size, local = parallelism.pipeline_parallel_microbatch_size, training.local_batch_size
+        if local % size:
+            reason = f"does not divide training.local_batch_size = {local}; try 1"
+            refuse("parallelism.pipeline_parallel_microbatch_size", size, reason)
+        stages = num_stages(parallelism.pipeline_parallel_schedule, degrees.pp)
+        if local // size < stages and parallelism.pipeline_parallel_schedule != "GPipe":
+            reason = f"makes {local // size} micro-batches for {stages} stages; set at least one a stage"
+            refuse("training.local_batch_size", local, reason)
+        if stages > model.num_layers:
+            reason = f"makes {stages} stages of model.num_layers = {model.num_layers}; take fewer"
+            refuse("parallelism.pipeline_parallel_degree", degrees.pp, reason)
+
+    if parallelism.data_parallel == "zero1" and degrees.dp_replicate != degrees.world:
         reason = f"works on replicas alone; set data_parallel_replicate_degree = {degrees.world}"
         refuse("parallelism.data_parallel", "zero1", reason)
-    _check_batches(config, config.training.local_batch_size * degrees.dp)
-
-
-def _check_heads(num_heads: int, tp: int, cp: int, method: str) -> None:
-    if num_heads % tp:
-        reason = f"does not divide model.num_heads = {num_heads}; valid: {divisors(num_heads)}"
-        refuse("parallelism.tensor_parallel_degree", tp, reason)
-    heads = num_heads // tp
-    if method == "ulysses" and heads % cp:
-        alternative = 'or context_parallel_method = "all_gather" or "ring"'
-        reason = f"ulysses distributes {heads} heads a rank; valid: {divisors(heads)}, {alternative}"
-        refuse("parallelism.context_parallel_degree", cp, reason)
-
-
-def _check_batches(config: Config, smallest: int) -> None:
-    """smallest: samples of one micro-batch over all ranks."""
-    batch = config.training.global_batch_size
-    reason = f"not a multiple of local_batch_size x data-parallel ranks = {smallest}; try"
+    # One micro-batch over all ranks has `smallest` samples.
+    batch, smallest = training.global_batch_size, training.local_batch_size * degrees.dp
     if batch != -1 and (batch < 1 or batch % smallest):
         near = max(round(batch / smallest), 1) * smallest
-        refuse("training.global_batch_size", batch, f"{reason} {near} or -1")
-
-
-def _check_pipeline(config: Config) -> None:
-    parallelism, local = config.parallelism, config.training.local_batch_size
-    size, schedule = parallelism.pipeline_parallel_microbatch_size, parallelism.pipeline_parallel_schedule
-    if local % size:
-        reason = f"does not divide training.local_batch_size = {local}; try 1"
-        refuse("parallelism.pipeline_parallel_microbatch_size", size, reason)
-    stages = num_stages(schedule, parallelism.pipeline_parallel_degree)
-    if local // size < stages and schedule != "GPipe":
-        reason = f"makes {local // size} micro-batches for {stages} stages; set at least one a stage"
-        refuse("training.local_batch_size", local, reason)
-    if stages > config.model.num_layers:
-        reason = f"makes {stages} stages of model.num_layers = {config.model.num_layers}; take fewer"
-        refuse("parallelism.pipeline_parallel_degree", parallelism.pipeline_parallel_degree, reason)
+        reason = f"not a multiple of local_batch_size x data-parallel ranks = {smallest}; try {near} or -1"
+        refuse("training.global_batch_size", batch, reason)

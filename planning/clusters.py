@@ -110,6 +110,7 @@ class Cluster:
     failures: float  # a node-hour, of every node
     shared: bool = False  # the ranks of a node share its cores and memory, so that fewer ranks are faster
     known_as: tuple[str, ...] = ()  # torch's names of the device
+    assumed: tuple[str, ...] = ()  # keys that are not measured, by their comments
     anchor: Any = None  # the Anchor, a measured run that plans are scaled by (planning/known_runs.py)
 
     @property
@@ -146,7 +147,7 @@ OTHERS |= {f"{kind}_{way}": () for kind in ("attention", "hopper") for way in ("
 TABLE_KEYS = (*LINK, "bf16", "fp32", "fp8", "32", "48", "64", "80", "96", "128", "256")
 DEVICE_KEYS = [field.name for field in dataclasses.fields(Device) if field.name != "name"]
 CLUSTER_KEYS = [field.name for field in dataclasses.fields(Cluster)]
-NO_KEYS = ("name", "device", "devices", "anchor")
+NO_KEYS = ("name", "device", "devices", "anchor", "assumed")
 KEYS = ["like", *DEVICE_KEYS, *(key for key in CLUSTER_KEYS if key not in NO_KEYS)]
 OPTIONAL = ("like", "known_as", "shared", "float32_attention", "hopper_forward", "hopper_backward")
 MAY_BE_ZERO = ("reserved", "on_demand", "spot", "spot_interruptions", "failures")
@@ -169,8 +170,16 @@ def load_cluster(name: str, files: Iterable[str | Path] = ()) -> Cluster:
             values[key] = Link(**values[key])
     device = Device(machine, **{key: values.pop(key) for key in DEVICE_KEYS if key in values})
     devices = values["devices_per_node"] = round(values["devices_per_node"])
+    # Keys with "assumed" in their comments, in the table of the machine and of those that it is like.
+    like, seen, assumed = machine, set(), []
+    for _ in tables:
+        text = MACHINES.read_text(encoding="utf-8").partition(f"\n[{like}]")[2].partition("\n[")[0]
+        for key, comment in re.findall(r"^(\w+) = [^#\n]*#?(.*)$", text, re.MULTILINE):
+            assumed += [key] * (key not in seen and "assumed" in comment)
+            seen.add(key)
+        like = tables.get(like, {}).get("like", "")
     # A node that ranks share is divided among one rank per core, unless there is another number.
-    one = Cluster(machine, device, 1 if values.get("shared") else devices, **values)
+    one = Cluster(machine, device, 1 if values.get("shared") else devices, assumed=tuple(assumed), **values)
     return one.with_devices(devices if number is None else number)
 
 

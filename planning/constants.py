@@ -44,6 +44,11 @@ NORM_CASTS = (16, 18)
 FIELD_PASSES = {False: (55, 11.5), True: (11.5, 2)}
 PAIR_PASSES = 14
 
+# Operators that Python launches in a block, forward and backward, by compiled, and what FSDP adds to each; a
+# launch takes 10 us on a fast host (H100), 28 us on the H200's that benchmarks/gpu.sh ran on, where a forward
+# pass of 48 blocks took 60 ms: 44 operators a block. A model so small that its kernels take less waits.
+OPERATORS, FSDP_OPERATORS, LAUNCH = {False: (44, 88), True: (12, 24)}, 20, 10e-6
+
 # -- the update
 # Bytes a parameter: AdamW reads parameter, gradient and two moments and writes three of them. LAMB's
 # direction takes as much, its weight decay 12, norms 8, the step 12. SGD's step takes 20, weight decay 12.

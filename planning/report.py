@@ -5,21 +5,23 @@ from typing import Any
 
 from command_line import text_table
 from config import Config
+from parallelisms.degrees import Degrees
 from planning.clusters import Cluster
 from planning.constants import FLOAT32, GIB
 from planning.cost import CostRange
 from planning.known_runs import band_line, band_of, kind_of
-from planning.memory import Memory
+from planning.memory import Memory, memory
 from planning.search import (
     SIMPLICITY,
     Plan,
+    best_layouts,
     capacity,
     changes_that_fit,
     fits,
     layout_options,
     speedups,
 )
-from planning.step_time import StepTime
+from planning.step_time import StepTime, step_time
 from planning.workload import Workload
 
 # Stored bytes over decoded ones: float32, blosc lz4 5 with byte shuffle, WeatherBench2's codec. Measured on
@@ -55,7 +57,8 @@ def answer(made: Plan, cluster: Cluster, cost: CostRange, config: Config, search
         "time": f"{cost.between('on demand', 'hours', length, 2)} {unit} for {cost.steps:,} steps; "
         f"{time.total:,.3f} s a step{within}",
         "dollars": f"{'; '.join(dollars)} "
-        f"({cost.between('on demand', 'hours', 1 / cluster.devices)} device-hours)",
+        f"({cost.between('on demand', 'hours', 1 / cluster.devices)} device-hours "
+        f"at {cluster.on_demand:.2f}, spot {cluster.spot:.2f})",
         "saves": f"{saves.size / 1e9:,.2f} GB, steps wait {saves.waits:,.2f} s, "
         f"written in {saves.writing:,.1f} s; {saved}",
         "speed": f"{time.samples_per_second:,.2f} samples/s, MFU {time.mfu(work, peak):.1%} "
@@ -63,6 +66,13 @@ def answer(made: Plan, cluster: Cluster, cost: CostRange, config: Config, search
         "memory": f"{made.memory.peak / GIB:.2f} of {room:.2f} GiB of tensors a device: "
         f"{'fits' if fit else 'DOES NOT FIT'}",
     }
+    if work.degrees.tp * work.degrees.cp > cluster.devices_per_node:
+        lines["warning"] = "a sample is shared by ranks of several nodes: their network slows every block"
+    if cluster.assumed:
+        keys = ", ".join(cluster.assumed)
+        lines["assumed"] = (
+            f"{keys}: not measured (planning/clusters.toml, which names sources, of prices too)"
+        )
     head = [f"{name:<9}{text}" for name, text in lines.items()]
     proposals = []
     if fit:  # the two settings that shorten a step most
@@ -98,15 +108,14 @@ def layout(work: Workload) -> str:
 # -- tables
 
 
-def memory_table(memory: Memory) -> str:
+def memory_table(needed: Memory) -> str:
     """Return the components at the peak, the largest first."""
-    least = 0.005 * GIB if memory.peak >= GIB else 0.0
-    parts = sorted(memory.components.items(), key=lambda item: -item[1])
-    rows = [
-        ("memory of a rank", "GiB", f"   at the peak: {memory.peak_moment}"),
-        *((f"  {name}", size / GIB) for name, size in parts if size > least),
-        ("  peak", memory.peak / GIB),
-    ]
+    least = 0.005 * GIB if needed.peak >= GIB else 0.0
+    rows: list[tuple[object, ...]] = [("memory of a rank", "GiB", f"   at the peak: {needed.peak_moment}")]
+    for name, size in sorted(needed.components.items(), key=lambda item: -item[1]):
+        if size > least:
+            rows.append((f"  {name}", size / GIB))
+    rows.append(("  peak", needed.peak / GIB))
     return text_table("<36 >10.2f <0", rows)
 
 
@@ -146,6 +155,52 @@ def layouts_table(plans: list[Plan], cluster: Cluster) -> str:
         mfu, exposed = time.mfu(work, cluster.device.peak["bf16"]), time.exposed / time.total
         rows.append((number, "", layout(work), *batch, time.total, around, mfu, exposed))
     return text_table(">3 <1 <44 >6 >6 >16 >8.1f >9.3f >13 >7.1% >8.1%", rows)
+
+
+def story(work: Workload, cluster: Cluster, steps: int) -> str:
+    """Return how a job grows: memory of one sample by technique, then one device, a node and all devices,
+    each with its fastest layout, and what sharing samples by tensor parallelism would take.
+    """
+    one = work.replace(degrees=Degrees(), local_batch=1, global_batch=1, compiled=False, float8=False)
+    ladder: dict[str, dict[str, Any]] = {
+        "float32, plain attention": {"dtype": "float32", "attention": "math", "ac_mode": "none"},
+        "bfloat16": {"dtype": "bfloat16"},
+        "an attention kernel": {"attention": "flash"},
+        "selective checkpointing": {"ac_mode": "selective"},
+        "full checkpointing": {"ac_mode": "full"},
+    }
+    rows: list[tuple[object, ...]] = [("one sample on one device, each with those above", "GiB")]
+    for name, setting in ladder.items():
+        one = one.replace(zero1=False, offload=False, **setting)
+        rows.append((f"  {name}", memory(one).peak / GIB))
+    tables = [text_table("<50 >10.2f", rows)]
+
+    rows, single = [], 0.0
+    for number in sorted({1, min(cluster.devices_per_node, cluster.devices), cluster.devices}):
+        machine = cluster.with_devices(number)
+        best = next(iter(best_layouts(work, machine, 1)), None)
+        if best is None:
+            rows.append((f"  {number}: no layout fits", None, None, None, None))
+            continue
+        rate = best.time.samples_per_second / number
+        single, days = single or rate, steps * best.time.total / 86_400
+        price = days * 24 * number * cluster.on_demand
+        rows.append((f"  {number}: {layout(best.work)}", rate * number, rate / single, days, price))
+    head = ("devices, fastest layout", "samples/s", "efficiency", "days", "dollars")
+    tables.append(text_table("<50 >10,.2f >11.0% >10,.2f >12,.0f", [head, *rows]))
+
+    d, rows = work.degrees, []
+    before = step_time(work, cluster).total
+    for tp in (2, 4, 8):
+        if d.tp == 1 and d.dp_shard % tp == 0 and work.model.heads % (tp * d.cp) == 0:
+            # The same samples at once: each of the tp ranks has a part of tp times as many.
+            shards = Degrees(d.pp, d.dp_replicate, d.dp_shard // tp, d.cp, tp)
+            shared = work.replace(degrees=shards, local_batch=work.local_batch * tp)
+            change = step_time(shared, cluster).total / before - 1
+            rows.append((f"  over {tp} ranks", memory(shared).peak / GIB, f"{change:+.0%}"))
+    head = ("the layout as configured, with tensor parallelism", "GiB", "step")
+    tables += [text_table("<50 >10.2f >10", [head, *rows])] if rows else []
+    return "\n\n".join(tables)
 
 
 def as_json(plan: Plan, cluster: Cluster, cost: CostRange, read_bytes: float) -> dict[str, Any]:

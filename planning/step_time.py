@@ -134,6 +134,11 @@ def step_time(work: Workload, cluster: Cluster) -> StepTime:
     bubble = work.accumulation * work.rollout_steps * (sum(in_block) * layers + inside) * idle
     bubble = (work.degrees.pp - 1) * (bubble + work.forecasts * in_block[0] * layers)
     waiting = {"bubble": slowest * bubble, "stragglers": (slowest - 1) * sum(computing.values())}
+    if not cluster.shared:  # a GPU waits for the host where kernels are short
+        more = constants.FSDP_OPERATORS * work.uses_fsdp
+        operators = [more + number for number in constants.OPERATORS[work.compiled]]
+        launching = constants.LAUNCH * layers * (operators[0] * passes[0] + operators[1] * passes[1])
+        waiting["launches"] = max(launching - sum(computing.values()), 0.0)
 
     factor = cluster.anchor.factor(work) if cluster.anchor else 1.0
     scaled = [{k: factor * v for k, v in times.items()} for times in (computing, sent, waiting)]

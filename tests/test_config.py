@@ -202,6 +202,11 @@ RANKS = [
     ({"NGPU": "4"}, f"{SHARD} 3", "shard_degree = 3: the run has 4 rank(s)"),
     ({"NGPU": "1000000"}, "", "NGPU = 1000000: processes on a machine of"),
     ({"NGPU": "5"}, "--parallelism.tensor_parallel_degree 5", "does not divide model.num_heads"),
+    (
+        {"WORLD_SIZE": "64"},
+        "--parallelism.tensor_parallel_degree 24",
+        "degree = 1 or 2 or 4 with",
+    ),  # of 4 heads
     ({"NGPU": "8"}, "--parallelism.context_parallel_degree 8", 'or context_parallel_method = "all_gather"'),
     ({"NGPU": "2", "NNODES": "2"}, f"{REPLICATE} 3", "the run has 4 rank(s)"),
     ({"WORLD_SIZE": "8", "NGPU": "2"}, f"{REPLICATE} 3", "the run has 8 rank(s)"),

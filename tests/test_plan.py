@@ -241,3 +241,21 @@ def test_shipped_configurations_are_near_the_best_layout_and_say_their_time(conf
     if config not in ("vit1b_rollout", "vit1b_adamw"):
         best = json.loads(plan("--cluster", cluster, "--json", "--layout", "auto", config=config))
         assert made["step_seconds"] <= 1.03 * best["step_seconds"]
+
+
+def test_a_story_goes_from_one_device_to_all():
+    """Each technique saves memory, a node is faster than a device, tensor parallelism costs time."""
+    text = plan("--cluster", "a100x16", "--story", config="vit1b_4096").partition("one sample on one device")[
+        2
+    ]
+    gib = [float(line.split()[-1]) for line in text.splitlines()[1:6]]
+    assert gib == sorted(gib, reverse=True) and gib[0] > 2 * gib[-1]
+    rates = [float(line.split()[-4].replace(",", "")) for line in text.splitlines() if ": dp_" in line]
+    assert len(rates) == 2 and 1.8 < rates[1] / rates[0] < 2
+    assert re.search(r"over 8 ranks +[\d.]+ +\+[1-9]\d%", text)
+
+
+def test_what_is_not_measured_is_named():
+    lines = plan("--cluster", "h100x8", config="era5_1p5deg").splitlines()
+    (assumed,) = [line for line in lines if line.startswith("assumed")]
+    assert "storage" in assumed and "peak" not in assumed
