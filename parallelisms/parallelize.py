@@ -74,7 +74,7 @@ class ParallelModel:
         inputs: Tensor,
         targets: dict[str, Tensor],
         loss_part: LossPart,
-        scale: float,
+        scale: float | Tensor,
         is_last: bool,
         keys: Tensor | None = None,
     ) -> Tensor:
@@ -84,7 +84,7 @@ class ParallelModel:
         is_last: gradients are reduced over all ranks. FSDP averages gradients over cp too, where they have
         to be summed: hence the factor.
         """
-        scale *= self.mesh.degrees.cp
+        scale = scale * self.mesh.degrees.cp
         if self.pipeline:
             with span("pipeline"):
                 return self.pipeline.step(inputs, keys, targets, loss_part, scale)

@@ -129,7 +129,12 @@ class Pipeline:
         self.runner = kind(stages, num_microbatches, **options)  # type: ignore[arg-type]
 
     def step(
-        self, inputs: Tensor, keys: Tensor | None, targets: dict[str, Tensor], loss: Loss, scale: float
+        self,
+        inputs: Tensor,
+        keys: Tensor | None,
+        targets: dict[str, Tensor],
+        loss: Loss,
+        scale: float | Tensor,
     ) -> Tensor:
         """Run forward and backward of one batch; keys (B,) of its samples or None; targets (B, t, C) each.
         `loss` returns the part of one micro-batch; parts are added.

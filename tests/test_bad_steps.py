@@ -18,7 +18,9 @@ CONTEXT_PARALLEL = Layout(2, {"context_parallel_degree": 2})
 
 
 def judge(bad_steps: BadSteps, step: int, loss: float, norm: float = 1.0, fp16: bool = False) -> bool:
-    return bool(bad_steps.judge(step, torch.tensor(loss), torch.tensor(norm), overflow_is_normal=fp16))
+    return bool(
+        bad_steps.judge(step, torch.tensor(loss), torch.tensor(norm), torch.tensor(True) if fp16 else None)
+    )
 
 
 def test_what_is_not_finite_is_bad(one_rank):

@@ -52,7 +52,7 @@ class Run:
         state.scaler.unscale(state.parameters.values())
         if checkpointer:
             checkpointer.wait_for_staging()
-        if state.scaler.update(total_norm(state.parameters.values())):
+        if not state.scaler.update(total_norm(state.parameters.values())):
             state.optimizer.step()
         state.optimizer.zero_grad()
         return loss.item()

@@ -58,19 +58,20 @@ def test_scale_doubles_after_good_steps_and_halves_on_overflow():
         optimizer.param_groups[0]["params"][0].grad = torch.tensor([value])
         theirs.step(optimizer)
         theirs.update()
-        assert ours.update(torch.tensor(value)) == (value == 1.0)
+        assert ours.update(torch.tensor(value)) == (value != 1.0)
         assert ours.factor == theirs.get_scale()
 
 
 def test_disabled_it_does_nothing():
     scaler = LossScaler(False)
-    assert scaler.factor == 1.0 and scaler.update(torch.tensor(float("nan"))) and scaler.state_dict() == {}
+    assert scaler.factor == 1.0 and not scaler.update(torch.tensor(float("nan")))
+    assert scaler.may_overflow is None and scaler.state_dict() == {}
 
 
 def test_the_scale_has_a_floor_below_which_overflow_is_a_bad_step():
     scaler = LossScaler(True, initial=4.0)
     may_overflow = []
     for _ in range(4):
-        may_overflow.append(scaler.may_overflow)
-        assert not scaler.update(torch.tensor(float("inf")))
+        may_overflow.append(bool(scaler.may_overflow))
+        assert scaler.update(torch.tensor(float("inf")))
     assert may_overflow == [True, True, False, False] and scaler.factor == 1.0

@@ -8,7 +8,9 @@ import numpy as np
 import pytest
 import torch
 import xarray as xr
+from torch.utils._python_dispatch import TorchDispatchMode
 
+import train as trainer
 from checkpoints.files import complete_steps
 from tests.planned import run_train
 from tests.started_jobs import last_step, records, run_options, write_config
@@ -187,3 +189,46 @@ def test_two_ranks_train_the_same_run(start_job, plain, one, config_file, tmp_pa
     for name, value in alone[-1].items():  # of the validation, whose fields are gathered
         assert two[-1][name] == pytest.approx(value, rel=1e-4)
     assert "training mean" in job.output and job.output.count("validation over") == 1
+
+
+class Waits(TorchDispatchMode):
+    """Operators that would wait for a GPU: values that Python reads, and shapes that depend on values."""
+
+    READS = ("_local_scalar_dense", "nonzero", "masked_select", "unique", "is_nonzero", "equal")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[str] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        name = func.name().partition("::")[2].partition(".")[0]
+        masks = name == "index" and any(i is not None and i.dtype == torch.bool for i in args[1])
+        if masks or name in self.READS:
+            self.seen.append(name)
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        [],
+        ["--training.mixed_precision_param", "float16", "--training.ema_decay", "0.9"],
+        ["--training.spike_threshold", "10", "--training.rollout_steps", "[2]", "--optimizer.name", "LAMB"],
+        ["--training.loss", "crps", "--training.members", "2", "--model.noise_dim", "2"],
+        ["--optimizer.name", "Muon", "--model.stochastic_depth", "0.2", "--data.history", "2"],
+    ],
+    ids=["plain", "float16", "rollout", "ensemble", "muon"],
+)
+def test_steps_read_no_value(config_file: Path, tmp_path: Path, monkeypatch, options) -> None:
+    """With the real loader; a value that Python reads makes it wait for a GPU."""
+    waits, step = Waits(), trainer.train_step
+
+    def watched(*args):
+        with waits:
+            return step(*args)
+
+    monkeypatch.setattr(trainer, "train_step", watched)
+    short = ["--training.steps", "4", "--validation.enable", "false"]
+    short += ["--data.num_workers", "1"]  # the sampler, of host tensors, has a thread of its own
+    run(config_file, tmp_path, *short, *options)
+    assert waits.seen == []

@@ -52,18 +52,19 @@ class BadSteps:
         """Return the tensors of a checkpoint that are needed to judge later steps."""
         return {f"losses.{self.settings}": self.losses, "bad": self.bad}
 
-    def judge(self, step: int, loss: Tensor, grad_norm: Tensor, overflow_is_normal: bool) -> Tensor:
+    def judge(self, step: int, loss: Tensor, grad_norm: Tensor, may_overflow: Tensor | None = None) -> Tensor:
         """Return True for a bad step, as a bool on the device; loss: this rank's, grad_norm: of all ranks.
 
-        If the loss of one rank is not finite, the gradient norm is not finite on all. In fp16 gradients may
-        overflow, which the loss scaler handles.
+        If the loss of one rank is not finite, the gradient norm is not finite on all. may_overflow: whether
+        gradients may overflow, which the loss scaler handles; None: not in fp16.
         """
         self.seen_here += ~torch.isfinite(loss)
-        if self.spike_threshold or overflow_is_normal:
+        if self.spike_threshold or may_overflow is not None:
             loss = loss.clone()
             dist.all_reduce(loss)
             loss /= self.dp  # the mean, which is the same on any layout that may resume
-        bad = ~torch.isfinite(loss) if overflow_is_normal else ~torch.isfinite(grad_norm)
+        judged = grad_norm if may_overflow is None else torch.where(may_overflow, loss, grad_norm)
+        bad = ~torch.isfinite(judged)
         if self.spike_threshold:
             if self.rollouts.begins_stage(step):
                 self.losses.fill_(torch.nan)  # of shorter rollouts, which are lower

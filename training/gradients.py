@@ -50,44 +50,55 @@ def clip(parameters: Iterable[nn.Parameter], max_norm: float, norm: Tensor) -> N
 class LossScaler:
     """Dynamic loss scaling of fp16: doubled after `growth_interval` good steps, halved on overflow.
 
-    One global gradient norm decides, so that all ranks decide alike. It is never below 1: gradients that
-    overflow there are those of a bad step. Disabled, it does nothing.
+    One global gradient norm decides, on the device, so that all ranks decide alike and none waits. The factor
+    is never below 1: gradients that overflow there are those of a bad step. Disabled, it is the number 1.
     """
 
-    def __init__(self, enabled: bool, initial: float = 2.0**16, growth_interval: int = 2000) -> None:
+    def __init__(
+        self,
+        enabled: bool,
+        device: torch.device | str = "cpu",
+        initial: float = 2.0**16,
+        growth_interval: int = 2000,
+    ) -> None:
         self.enabled, self.growth_interval = enabled, growth_interval
-        self.factor, self.good_steps = initial if enabled else 1.0, 0
+        self.factor = torch.tensor(initial, device=device) if enabled else 1.0
+        self.good_steps = torch.zeros((), dtype=torch.int64, device=device)
 
     @property
-    def may_overflow(self) -> bool:
-        """Return True if infinite gradients may be caused by the scale factor, and are not a bad step."""
-        return self.factor > 1.0
+    def may_overflow(self) -> Tensor | None:
+        """Return True, on the device, if infinite gradients may be caused by the scale factor, and are not a
+        bad step; None if disabled.
+        """
+        return self.factor > 1.0 if isinstance(self.factor, Tensor) else None
 
     def unscale(self, parameters: Iterable[nn.Parameter]) -> None:
         """Divide the gradients by the factor they were computed with."""
-        if self.enabled:
-            for gradient in [p.grad for p in parameters if p.grad is not None]:
-                gradient.mul_(1.0 / self.factor)
+        if not isinstance(self.factor, Tensor):
+            return
+        gradients = [p.grad for p in parameters if p.grad is not None]
+        local = [g.to_local() if isinstance(g, DTensor) else g for g in gradients]
+        if local:  # offloaded gradients are on the host, which then waits
+            inverse = (1.0 / self.factor).to(local[0].device)
+            torch._foreach_mul_(local, inverse)  # type: ignore[reportPrivateImportUsage]
 
-    def update(self, norm: Tensor) -> bool:
-        """Adjust the factor; return False if the step must be skipped. Reads the device, in fp16 only."""
-        if not self.enabled:
-            return True
-        if not torch.isfinite(norm):
-            self.factor, self.good_steps = max(self.factor / 2, 1.0), 0
-            return False
-        self.good_steps += 1
-        if self.good_steps == self.growth_interval:
-            self.factor, self.good_steps = self.factor * 2, 0
-        return True
+    def update(self, norm: Tensor) -> Tensor:
+        """Adjust the factor; return True, on the device, if the gradients have overflowed."""
+        overflow = ~torch.isfinite(norm)
+        if isinstance(self.factor, Tensor):
+            self.good_steps += 1
+            grows = self.good_steps == self.growth_interval
+            grown = torch.where(grows, self.factor * 2, self.factor)
+            self.factor = torch.where(overflow, (self.factor / 2).clamp(min=1.0), grown)
+            self.good_steps.masked_fill_(overflow | grows, 0)
+        return overflow & self.enabled
 
     def state_dict(self) -> dict[str, Tensor]:
-        if not self.enabled:
+        if not isinstance(self.factor, Tensor):
             return {}
-        values = {"factor": self.factor, "good_steps": float(self.good_steps)}
-        return {f"scaler.{name}": torch.tensor(value, dtype=torch.float64) for name, value in values.items()}
+        return {"scaler.factor": self.factor.double(), "scaler.good_steps": self.good_steps.double()}
 
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
-        if self.enabled:
-            self.factor = state["scaler.factor"].item()
-            self.good_steps = int(state["scaler.good_steps"].item())
+        if isinstance(self.factor, Tensor):
+            self.factor = state["scaler.factor"].to(self.factor)
+            self.good_steps.copy_(state["scaler.good_steps"])

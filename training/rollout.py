@@ -23,7 +23,9 @@ from training.objective import Objective
 from verification.rollout import rollout
 
 
-def forward_backward(objective: Objective, step: int, batch: Batch, scale: float, is_last: bool) -> Tensor:
+def forward_backward(
+    objective: Objective, step: int, batch: Batch, scale: float | Tensor, is_last: bool
+) -> Tensor:
     """Return this rank's part of the loss of a micro-batch of training step `step`, averaged over the steps
     of its rollout. Gradients are those of scale x loss. is_last: reduce them over all ranks.
     """
@@ -85,7 +87,7 @@ def step_back(
     keys: Tensor,
     later: Tensor | None,
     share: float,
-    scale: float,
+    scale: float | Tensor,
     is_last: bool,
 ) -> tuple[Tensor, Tensor | None]:
     """Run forward and backward of one step of a rollout, for its own loss and that of all later steps.

@@ -168,7 +168,7 @@ def build_state(config: Config, assembly: Assembly) -> TrainState:
     sums = SharedSums(names, parameters, num_holders, model.device)
     products = torch.float32 if training.mixed_precision_param == "float32" else torch.bfloat16
     optimizer = build_optimizer(parameters, config.optimizer, sums, products)
-    scaler = LossScaler(enabled=training.mixed_precision_param == "float16")
+    scaler = LossScaler(training.mixed_precision_param == "float16", model.device)
     average = None
     if training.ema_decay:
         average = EMA(trained(model.parameters), training.ema_decay, model.after_exchange)

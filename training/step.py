@@ -97,10 +97,9 @@ def update_weights(run: Run, step: int, loss: Tensor) -> Tensor:
         grad_norm = grad_norm.to(loss.device)  # offloaded gradients, and so their norm, are on the host
         if run.checkpointer:
             run.checkpointer.wait_for_staging()  # also of the window of losses
-        is_bad = state.bad_steps.judge(step, loss, grad_norm, overflow_is_normal=scaler.may_overflow)
-        if scaler.update(grad_norm):
-            step_unless(is_bad, state.optimizer)
-            model.after_update()
-            if state.average:
-                state.average.update(step)
+        is_bad = state.bad_steps.judge(step, loss, grad_norm, scaler.may_overflow)
+        step_unless(is_bad | scaler.update(grad_norm), state.optimizer)
+        model.after_update()
+        if state.average:
+            state.average.update(step)
     return grad_norm
