@@ -306,6 +306,11 @@ class Training:
         "Weight variables by 1 / (standard deviation of their change over a step)^2; with mae and rmse, "
         "without the square.",
     )
+    augmentation: Literal["", "roll"] = option(
+        "",
+        '"roll": turn each sample about the axis of the Earth by a random number of columns, with constant '
+        "fields and forcings, so that the model cannot learn single places. Default: none.",
+    )
     rollout_steps: tuple[Rollout, ...] = option(
         (1,),
         "Model steps per training step, each starting from the previous output. [1, 2, 4]: longer rollouts "

@@ -33,7 +33,7 @@ class Instant:
 
     seconds: Tensor  # (B, 1, 1) since 1970-01-01 UTC, int64
     latitude: Tensor  # (1, H, 1) radians
-    longitude: Tensor  # (1, 1, W) radians
+    longitude: Tensor  # (1, W), or (B, 1, W) where samples are rolled; radians
 
     def local_time(self) -> Tensor:
         """Return the mean solar time as an angle (B, 1, W): 0 at midnight, pi at noon of the mean sun."""
@@ -111,20 +111,30 @@ def check_forcings(names: Sequence[str]) -> None:
 def compute_forcings(names: Sequence[str], times: Tensor, latitude: Tensor, longitude: Tensor) -> Tensor:
     """Return forcings (B, F, H, W), float32 and of order one, in the order of `names`.
 
-    `times` (B,) int64 seconds since 1970-01-01 UTC; `latitude` (H,), `longitude` (W,) degrees; on one device.
+    `times` (B,) int64 seconds since 1970-01-01 UTC; `latitude` (H,), `longitude` (W,) or (B, W) degrees; on
+    one device.
     """
     if times.dtype != torch.int64:
         raise ValueError(f"times.dtype = {times.dtype}: give int64 seconds since 1970-01-01 UTC")
     at = Instant(
         seconds=times[:, None, None],
         latitude=torch.deg2rad(latitude.double())[None, :, None],
-        longitude=torch.deg2rad(longitude.double())[None, None, :],
+        longitude=torch.deg2rad(longitude.double())[..., None, :],
     )
-    shape = (times.shape[0], len(latitude), len(longitude))
+    shape = (times.shape[0], len(latitude), longitude.shape[-1])
     result = torch.empty(shape[0], len(names), *shape[1:], dtype=torch.float32, device=times.device)
     for index, name in enumerate(names):
         result[:, index] = FORCINGS[name](at).expand(shape)
     return result
+
+
+def roll_longitudes(fields: Tensor, shifts: Tensor | None) -> Tensor:
+    """Return fields (B, ..., W) moved to the east by the columns in `shifts` (B,); None: not at all."""
+    if shifts is None:
+        return fields
+    columns = torch.arange(fields.shape[-1], device=fields.device)
+    sources = torch.remainder(columns - shifts[:, None], fields.shape[-1])  # (B, W)
+    return fields.gather(-1, sources.view(len(shifts), *[1] * (fields.ndim - 2), -1).expand_as(fields))
 
 
 class Conditions(nn.Module):
@@ -163,15 +173,21 @@ class Conditions(nn.Module):
         assert keys is not None, "a model with noise needs keys"
         return [self.noise.draw(keys, times)]
 
-    def append(self, window: Tensor, times: Tensor, *noise: Tensor) -> Tensor:
+    def append(
+        self, window: Tensor, times: Tensor, *noise: Tensor, shifts: Tensor | None = None
+    ) -> Tensor:
         """Append the inputs to a window (B, h V, H, W), with its newest state at `times` (B,): (B, C, H, W).
 
-        `times` are seconds since 1970.
+        `times` are seconds since 1970. shifts (B,): columns by which `roll_longitudes` has moved the window;
+        positions on the Earth are moved along.
         """
         if len(self.hidden):
             window = window.index_fill(1, self.hidden, 0.0)
         # Not len(window): an exported program would keep that number.
-        inputs = [window, self.static.expand(window.shape[0], -1, -1, -1)]
+        static, longitude = self.static.expand(window.shape[0], -1, -1, -1), self.longitude
+        if shifts is not None:
+            longitude = roll_longitudes(longitude.expand(window.shape[0], -1), shifts)  # (B, W)
+        inputs = [window, roll_longitudes(static, shifts)]
         if self.forcings:
-            inputs.append(compute_forcings(self.forcings, times, self.latitude, self.longitude))
+            inputs.append(compute_forcings(self.forcings, times, self.latitude, longitude))
         return torch.cat([*inputs, *noise], dim=1)

@@ -292,8 +292,8 @@ def float8_bytes(work: Workload) -> float:
 
 
 def field_bytes(work: Workload, last: bool = True) -> float:
-    """float32: the states as read, windows of a rollout, and the shards of input, truth and weights, the last
-    two kinds of each member.
+    """float32: the states as read and, if they are, as rolled; windows of a rollout; and the shards of input,
+    truth and weights, the last two kinds of each member.
 
     Of a rollout there is, too, the gradient of the next window, and the shard of its new state.
     """
@@ -301,7 +301,7 @@ def field_bytes(work: Workload, last: bool = True) -> float:
     times = 2 if work.degrees.pp > 1 and last else 1  # what a pipeline's last stage needs is stacked
     shards = work.input_values / cp + times * (2 + crosses) * work.field_values / (cp * tp)
     windows = (work.rollout_steps + 1) * crosses
-    whole = work.states_read + work.members * work.history * windows
+    whole = work.states_read * (1 + work.rolls) + work.members * work.history * windows
     return FLOAT32 * work.local_batch * (whole * work.field_values + work.members * shards)
 
 
@@ -311,7 +311,8 @@ def forecast_field_bytes(work: Workload) -> float:
     """
     windows = work.history * (work.rollout_steps - 1) + 2
     of_member = windows * work.field_values + 2 * work.input_values
-    return FLOAT32 * work.local_batch * (work.states_read * work.field_values + work.members * of_member)
+    read = work.states_read * (1 + work.rolls) * work.field_values
+    return FLOAT32 * work.local_batch * (read + work.members * of_member)
 
 
 def batch_bytes(work: Workload) -> float:

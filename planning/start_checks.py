@@ -144,6 +144,9 @@ def check_model(config: Config, grid: Grid) -> None:
     if (names := config.model.conserve) and not is_global:
         reason = "the grid of data.path is not global, and what goes through its edges is not known"
         refuse("model.conserve", list(names), f"{reason}; set it to []")
+    if (augmentation := config.training.augmentation) and not grid.periodic:
+        reason = "the longitudes of the data do not go round the globe; leave this out"
+        refuse("training.augmentation", augmentation, reason)
     width = config.data.boundary_width
     if width and grid.periodic:
         refuse("data.boundary_width", width, "the grid goes round the globe; set it to 0, or data.region")

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from config import Config
 from jobs.heartbeat import activity
-from models.noise import hash64, keys_of_members
+from models.noise import hash64, keys_of_members, uniform_integers
 from parallelisms.compile import compiled
 from training.assembly import Assembly
 from training.conservation import ShardedProjection
@@ -30,7 +30,7 @@ from training.losses.pointwise import (
     sum_of_costs,
 )
 
-DROP_STREAM = 2**32  # of a step's key: noise has the first streams
+DROP_STREAM, ROLL_STREAM = 2**32, 2**40  # of a sample's key: noise has the first streams, and those of dates
 
 
 class Shards(NamedTuple):
@@ -58,7 +58,7 @@ class Objective:
         self.meta_model: Any = assembly.meta_model
         self.penalty, self.members = PENALTIES[training.loss], training.members
         self.seed, self.drops_branches = training.seed, config.model.stochastic_depth > 0
-        self.local_batch_size = training.local_batch_size
+        self.local_batch_size, self.rolls = training.local_batch_size, training.augmentation == "roll"
         self.rollouts, self.step_seconds = Rollouts.of(training), config.data.step_hours * 3600
         self.area = torch.tensor(area, dtype=torch.float32, device=model.device)
         self.projection = None
@@ -104,13 +104,21 @@ class Objective:
             return None
         return hash64(hash64(keys, self.repeat_members(times)), DROP_STREAM)
 
+    def shifts(self, keys: Tensor) -> Tensor | None:
+        """Return the columns (B,) by which samples are rolled, the same for all members; keys (B M,)."""
+        if not self.rolls:
+            return None
+        return uniform_integers(hash64(keys[:: self.members], ROLL_STREAM), self.meta_model.grid_shape[1])
+
     def draw_noise(self, keys: Tensor, times: Tensor) -> list[Tensor]:
         """Return the noise (B M, N, H, W) of a step from `times` (B,), if the model takes noise."""
         return self.conditions.draw(keys, self.repeat_members(times))
 
-    def cut(self, window: Tensor, truth: Tensor, times: Tensor, *noise: Tensor) -> Shards:
+    def cut(
+        self, window: Tensor, truth: Tensor, times: Tensor, shifts: Tensor | None, *noise: Tensor
+    ) -> Shards:
         """Return this rank's shard, of all members, of a step from a normalised window (B M, h V, H, W) at
-        `times` (B,) to the physical truth (B, V, H, W).
+        `times` (B,) to the physical truth (B, V, H, W), both rolled by `shifts` (B,) columns.
         """
         normalizer, from_fields = self.normalizer, self.meta_model.from_fields
         cut_output = self.model.shards.cut_output
@@ -120,7 +128,10 @@ class Objective:
         weights.mul_(normalizer.output_scale.pow(self.penalty.power) / self.members)
         if normalizer.channels.of_target:
             window = normalizer.with_known(window, self.repeat_members(truth))
-        inputs = self.conditions.append(window, self.repeat_members(times), *noise)  # (B M, C, H, W)
+        if shifts is not None:
+            shifts = self.repeat_members(shifts)
+        times = self.repeat_members(times)
+        inputs = self.conditions.append(window, times, *noise, shifts=shifts)  # (B M, C, H, W)
         expected = normalizer.expected_output(state, self.repeat_members(target))
         targets = {"target": cut_output(from_fields(expected))}
         targets["weights"] = cut_output(from_fields(self.repeat_members(weights), with_zeros=True))

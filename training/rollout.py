@@ -16,6 +16,7 @@ from itertools import count
 import torch
 from torch import Tensor
 
+from datasets.conditions import roll_longitudes
 from datasets.field_dataset import split_sample
 from jobs.heartbeat import span
 from training.batches import Batch
@@ -27,17 +28,20 @@ def forward_backward(objective: Objective, step: int, batch: Batch, scale: float
     """Return this rank's part of the loss of a micro-batch of training step `step`, averaged over the steps
     of its rollout. Gradients are those of scale x loss. is_last: reduce them over all ranks.
     """
+    times = batch.times
+    keys = objective.noise_keys(step, times)  # (B M,)
+    shifts = objective.shifts(keys)  # (B,), if samples are rolled: before a shard is cut from them
+    fields = roll_longitudes(batch.fields, shifts)
     # (B, h V, H, W) and (B, R, V, H, W), both physical
-    start, truths = split_sample(batch.fields, objective.normalizer.history)
-    times, num_steps = batch.times, truths.shape[1]
-    keys = objective.noise_keys(step, times)
+    start, truths = split_sample(fields, objective.normalizer.history)
+    num_steps = truths.shape[1]
     with span("forecast") if num_steps > 1 else nullcontext():
-        windows = forecast(objective, start, truths, times, keys)
+        windows = forecast(objective, start, truths, times, keys, shifts)
     loss, gradient = torch.zeros((), device=objective.model.device), None
     for number in reversed(range(num_steps)):
         date, reduces = times + number * objective.step_seconds, is_last and number == 0
         step_loss, gradient = step_back(
-            objective, windows, truths[:, number], date, keys, gradient, 1 / num_steps, scale, reduces
+            objective, windows, truths[:, number], date, keys, shifts, gradient, 1 / num_steps, scale, reduces
         )
         loss += step_loss
     return loss
@@ -45,12 +49,12 @@ def forward_backward(objective: Objective, step: int, batch: Batch, scale: float
 
 @torch.no_grad()
 def forecast(
-    objective: Objective, start: Tensor, truths: Tensor, times: Tensor, keys: Tensor
+    objective: Objective, start: Tensor, truths: Tensor, times: Tensor, keys: Tensor, shifts: Tensor | None
 ) -> list[Tensor]:
     """Return the normalised windows (B M, h V, H, W) that each of R steps starts from.
 
     start (B, h V, H, W): physical, at `times` (B,); truths (B, R, V, H, W): the following states, from which
-    known values are taken; keys (B M,): of the noise.
+    known values are taken; keys (B M,): of the noise; shifts (B,): columns by which all of these are rolled.
     """
     normalizer, seconds, numbers = objective.normalizer, objective.step_seconds, count()
     if truths.shape[1] == 1:
@@ -73,6 +77,7 @@ def forecast(
         truths.shape[1] - 1,
         keys,
         known if normalizer.channels.is_known else None,
+        shifts if shifts is None else objective.repeat_members(shifts),
     )
     return [normalizer.normalize_window(start), *later]
 
@@ -83,6 +88,7 @@ def step_back(
     truth: Tensor,
     times: Tensor,
     keys: Tensor,
+    shifts: Tensor | None,
     later: Tensor | None,
     share: float,
     scale: float,
@@ -91,9 +97,9 @@ def step_back(
     """Run forward and backward of one step of a rollout, for its own loss and that of all later steps.
 
     windows: those of all steps up to this one, (B M, h V, H, W) normalised; the last, at `times` (B,), is
-    removed. truth (B, V, H, W) physical; keys (B M,): of the noise; later: the gradient of the loss of all
-    later steps with respect to the next window, None after the last step; share: of this step in the loss of
-    the rollout.
+    removed. truth (B, V, H, W) physical; keys (B M,): of the noise; shifts (B,): columns by which all of
+    these are rolled; later: the gradient of the loss of all later steps with respect to the next window, None
+    after the last step; share: of this step in the loss of the rollout.
 
     Returns this rank's part of the loss of this step, and the gradient (B M, h V, H, W) of the loss with
     respect to the window, whole on every rank; None for the first window, which depends on no step.
@@ -101,7 +107,7 @@ def step_back(
     model, normalizer = objective.model, objective.normalizer
     needs_gradient = len(windows) > 1
     window = windows.pop().requires_grad_(needs_gradient)
-    inputs, targets = objective.cut(window, truth, times, *objective.draw_noise(keys, times))
+    inputs, targets = objective.cut(window, truth, times, shifts, *objective.draw_noise(keys, times))
     # Detached: each micro-batch of a pipeline would otherwise run backward through the cut of all.
     shards = {name: tensor.detach() for name, tensor in targets.items()}
     inputs_leaf = inputs.detach().requires_grad_(needs_gradient)
