@@ -173,9 +173,7 @@ class Conditions(nn.Module):
         assert keys is not None, "a model with noise needs keys"
         return [self.noise.draw(keys, times)]
 
-    def append(
-        self, window: Tensor, times: Tensor, *noise: Tensor, shifts: Tensor | None = None
-    ) -> Tensor:
+    def append(self, window: Tensor, times: Tensor, *noise: Tensor, shifts: Tensor | None = None) -> Tensor:
         """Append the inputs to a window (B, h V, H, W), with its newest state at `times` (B,): (B, C, H, W).
 
         `times` are seconds since 1970. shifts (B,): columns by which `roll_longitudes` has moved the window;

@@ -47,8 +47,9 @@ def test_loss_and_gradients_are_those_of_samples_rolled_by_hand(one_rank, layout
     run, plain = SmallRun(replace(layout, roll=True)), SmallRun(layout)
     loss, _ = run.step(0)
     (batch,) = plain.batches(0)
-    shifts = run.objective.shifts(run.objective.noise_keys(1, batch.times))
+    _, shifts = run.objective.roll(batch.fields, run.objective.noise_keys(1, batch.times))
     assert shifts is not None and len(set(shifts.tolist())) > 3
+    shifts = shifts[:: layout.members]
     objective, number, total = plain.objective, len(shifts), 0.0
     static = objective.conditions.static
     for sample, shift in enumerate(shifts.tolist()):
@@ -64,11 +65,13 @@ def test_loss_and_gradients_are_those_of_samples_rolled_by_hand(one_rank, layout
 def test_shifts_are_a_function_of_seed_step_and_date(one_rank) -> None:
     """Every number of columns is as likely, and all members of a sample have the same."""
     run, times = SmallRun(Layout(grid=GRID, members=2, roll=True)), 21_600 * torch.arange(5_000)
+    fields = torch.arange(GRID[1]).expand(len(times), 1, -1)
 
     def draw(seed: int, step: int) -> torch.Tensor:
-        shifts = run.objective.shifts(keys_of_members(seed, step, times, 2))
-        assert shifts is not None and shifts.shape == times.shape
-        return shifts
+        rolled, shifts = run.objective.roll(fields, keys_of_members(seed, step, times, 2))
+        assert shifts is not None and torch.equal(shifts[::2], shifts[1::2])
+        assert torch.equal(rolled[:, 0].argmin(dim=1), shifts[::2])
+        return shifts[::2]
 
     counts = draw(0, 1).bincount(minlength=GRID[1])
     assert len(counts) == GRID[1] and (counts.double() - 500).abs().max() < 100

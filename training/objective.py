@@ -13,12 +13,12 @@ import torch
 from torch import Tensor
 
 from config import Config
+from datasets.conditions import roll_longitudes
 from jobs.heartbeat import activity
 from models.noise import hash64, keys_of_members, uniform_integers
 from parallelisms.compile import compiled
 from training.assembly import Assembly
 from training.conservation import ShardedProjection
-from training.due import Rollouts
 from training.losses.pointwise import (
     PENALTIES,
     by_member,
@@ -34,14 +34,10 @@ DROP_STREAM, ROLL_STREAM = 2**32, 2**40  # of a sample's key: noise has the firs
 
 
 class Shards(NamedTuple):
-    """This rank's shard of a micro-batch: the model's input, and the tensors of its loss by name.
-
-    targets: "target", the expected output; "weights" of each of its errors. Each has the shape of the model's
-    output.
-    """
+    """This rank's shard of a micro-batch: the model's input, and the tensors of its loss by name."""
 
     inputs: Tensor
-    targets: dict[str, Tensor]
+    targets: dict[str, Tensor]  # of the output's shape: "target", and "weights" of each of its errors
 
 
 class Objective:
@@ -59,9 +55,9 @@ class Objective:
         self.penalty, self.members = PENALTIES[training.loss], training.members
         self.seed, self.drops_branches = training.seed, config.model.stochastic_depth > 0
         self.local_batch_size, self.rolls = training.local_batch_size, training.augmentation == "roll"
-        self.rollouts, self.step_seconds = Rollouts.of(training), config.data.step_hours * 3600
+        self.step_seconds = config.data.step_hours * 3600
         self.area = torch.tensor(area, dtype=torch.float32, device=model.device)
-        self.projection = None
+        self.projection = None  # of outputs, to the global means that the model conserves
         if normalizer.conservation:
             self.projection = ShardedProjection(normalizer.conservation, self.area, assembly)
 
@@ -104,21 +100,18 @@ class Objective:
             return None
         return hash64(hash64(keys, self.repeat_members(times)), DROP_STREAM)
 
-    def shifts(self, keys: Tensor) -> Tensor | None:
-        """Return the columns (B,) by which samples are rolled, the same for all members; keys (B M,)."""
+    def roll(self, fields: Tensor, keys: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Return fields (B, ..., W) rolled, if samples are, and the columns (B M,) of it; keys (B M,)."""
         if not self.rolls:
-            return None
-        return uniform_integers(hash64(keys[:: self.members], ROLL_STREAM), self.meta_model.grid_shape[1])
-
-    def draw_noise(self, keys: Tensor, times: Tensor) -> list[Tensor]:
-        """Return the noise (B M, N, H, W) of a step from `times` (B,), if the model takes noise."""
-        return self.conditions.draw(keys, self.repeat_members(times))
+            return fields, None
+        shifts = uniform_integers(hash64(keys[:: self.members], ROLL_STREAM), fields.shape[-1])  # (B,)
+        return roll_longitudes(fields, shifts), self.repeat_members(shifts)
 
     def cut(
         self, window: Tensor, truth: Tensor, times: Tensor, shifts: Tensor | None, *noise: Tensor
     ) -> Shards:
         """Return this rank's shard, of all members, of a step from a normalised window (B M, h V, H, W) at
-        `times` (B,) to the physical truth (B, V, H, W), both rolled by `shifts` (B,) columns.
+        `times` (B,) to the physical truth (B, V, H, W), both rolled by `shifts` (B M,) columns.
         """
         normalizer, from_fields = self.normalizer, self.meta_model.from_fields
         cut_output = self.model.shards.cut_output
@@ -128,8 +121,6 @@ class Objective:
         weights.mul_(normalizer.output_scale.pow(self.penalty.power) / self.members)
         if normalizer.channels.of_target:
             window = normalizer.with_known(window, self.repeat_members(truth))
-        if shifts is not None:
-            shifts = self.repeat_members(shifts)
         times = self.repeat_members(times)
         inputs = self.conditions.append(window, times, *noise, shifts=shifts)  # (B M, C, H, W)
         expected = normalizer.expected_output(state, self.repeat_members(target))
@@ -142,10 +133,6 @@ class Objective:
         if self.penalty.root_of == "sample":
             return relative_l2_weights(mask, target)
         return mean_weights(mask, self.area, self.variable_weights)
-
-    def project(self, output: Tensor) -> Tensor:
-        """Return the output with the global means that the model conserves."""
-        return self.projection(output) if self.projection else output
 
     def loss_part(self, output: Tensor, targets: dict[str, Tensor]) -> Tensor:
         """Return this rank's part of the loss of projected outputs; the parts of all ranks add up to it."""

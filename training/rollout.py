@@ -16,7 +16,6 @@ from itertools import count
 import torch
 from torch import Tensor
 
-from datasets.conditions import roll_longitudes
 from datasets.field_dataset import split_sample
 from jobs.heartbeat import span
 from training.batches import Batch
@@ -28,13 +27,11 @@ def forward_backward(objective: Objective, step: int, batch: Batch, scale: float
     """Return this rank's part of the loss of a micro-batch of training step `step`, averaged over the steps
     of its rollout. Gradients are those of scale x loss. is_last: reduce them over all ranks.
     """
-    times = batch.times
-    keys = objective.noise_keys(step, times)  # (B M,)
-    shifts = objective.shifts(keys)  # (B,), if samples are rolled: before a shard is cut from them
-    fields = roll_longitudes(batch.fields, shifts)
+    keys = objective.noise_keys(step, batch.times)  # (B M,)
+    fields, shifts = objective.roll(batch.fields, keys)  # whole samples, so that every layout agrees
     # (B, h V, H, W) and (B, R, V, H, W), both physical
     start, truths = split_sample(fields, objective.normalizer.history)
-    num_steps = truths.shape[1]
+    times, num_steps = batch.times, truths.shape[1]
     with span("forecast") if num_steps > 1 else nullcontext():
         windows = forecast(objective, start, truths, times, keys, shifts)
     loss, gradient = torch.zeros((), device=objective.model.device), None
@@ -54,7 +51,7 @@ def forecast(
     """Return the normalised windows (B M, h V, H, W) that each of R steps starts from.
 
     start (B, h V, H, W): physical, at `times` (B,); truths (B, R, V, H, W): the following states, from which
-    known values are taken; keys (B M,): of the noise; shifts (B,): columns by which all of these are rolled.
+    known values are taken; keys (B M,): of the noise; shifts (B M,): columns by which these are rolled.
     """
     normalizer, seconds, numbers = objective.normalizer, objective.step_seconds, count()
     if truths.shape[1] == 1:
@@ -77,7 +74,7 @@ def forecast(
         truths.shape[1] - 1,
         keys,
         known if normalizer.channels.is_known else None,
-        shifts if shifts is None else objective.repeat_members(shifts),
+        shifts,
     )
     return [normalizer.normalize_window(start), *later]
 
@@ -97,7 +94,7 @@ def step_back(
     """Run forward and backward of one step of a rollout, for its own loss and that of all later steps.
 
     windows: those of all steps up to this one, (B M, h V, H, W) normalised; the last, at `times` (B,), is
-    removed. truth (B, V, H, W) physical; keys (B M,): of the noise; shifts (B,): columns by which all of
+    removed. truth (B, V, H, W) physical; keys (B M,): of the noise; shifts (B M,): columns by which
     these are rolled; later: the gradient of the loss of all later steps with respect to the next window, None
     after the last step; share: of this step in the loss of the rollout.
 
@@ -107,7 +104,8 @@ def step_back(
     model, normalizer = objective.model, objective.normalizer
     needs_gradient = len(windows) > 1
     window = windows.pop().requires_grad_(needs_gradient)
-    inputs, targets = objective.cut(window, truth, times, shifts, *objective.draw_noise(keys, times))
+    noise = objective.conditions.draw(keys, objective.repeat_members(times))  # (B M, N, H, W), if any
+    inputs, targets = objective.cut(window, truth, times, shifts, *noise)
     # Detached: each micro-batch of a pipeline would otherwise run backward through the cut of all.
     shards = {name: tensor.detach() for name, tensor in targets.items()}
     inputs_leaf = inputs.detach().requires_grad_(needs_gradient)
@@ -123,7 +121,7 @@ def step_back(
     output_gradients: list[Tensor] = []  # of the loss of this step, of each micro-batch of a pipeline
 
     def loss_part(output: Tensor, targets: dict[str, Tensor]) -> Tensor:
-        projected = objective.project(output)
+        projected = objective.projection(output) if objective.projection else output
 
         def add_later(gradient: Tensor) -> Tensor:
             output_gradients.append(gradient)

@@ -40,8 +40,8 @@ def rollout(
     times (B,): dates of `start`, seconds since 1970. Each step sees the forcings of its own date. Missing
     values start at the mean. keys (B,): of the noise of a model that is given some (models/noise.py).
     known: function that returns the argument `known` of `Normalizer.advance` for step 1, 2, ... and its date;
-    without it forcing variables and the boundary keep their initial values. shifts (B,): columns by which
-    `start` and what is known are rolled, in training (`Conditions.append`).
+    without it forcing variables and the boundary keep their initial values. shifts (B,): of `start` and
+    `known`, in training (`Conditions.append`).
     """
     window = normalizer.normalize_window(start)
     for step in range(num_steps):
