@@ -1,5 +1,5 @@
 """Random numbers of samples: Gaussian noise as input channels, which is the difference between the members of
-an ensemble, the branches that stochastic depth drops, and the longitudes by which samples are rolled.
+an ensemble, the branches that stochastic depth drops, and how samples are turned.
 
 Numbers are a hash of int64 keys on the device. A generator would have to be seeded by the host, which would
 wait for the device, and would draw different numbers on a GPU and on a CPU.

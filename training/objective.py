@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from config import Config
-from datasets.conditions import roll_longitudes
 from jobs.heartbeat import activity
 from models.noise import hash64, keys_of_members, uniform_integers
 from parallelisms.compile import compiled
@@ -30,7 +29,8 @@ from training.losses.pointwise import (
     sum_of_costs,
 )
 
-DROP_STREAM, ROLL_STREAM = 2**32, 2**40  # of a sample's key: noise has the first streams, and those of dates
+TURNS = {"": 0, "roll": 1, "roll_and_mirror": 2}  # of training.augmentation, times the columns
+DROP_STREAM, TURN_STREAM = 2**32, 2**40  # of a sample's key: noise has the first streams, and those of dates
 
 
 class Shards(NamedTuple):
@@ -54,7 +54,7 @@ class Objective:
         self.meta_model: Any = assembly.meta_model
         self.penalty, self.members = PENALTIES[training.loss], training.members
         self.seed, self.drops_branches = training.seed, config.model.stochastic_depth > 0
-        self.local_batch_size, self.rolls = training.local_batch_size, training.augmentation == "roll"
+        self.local_batch_size, self.turns = training.local_batch_size, TURNS[training.augmentation]
         self.step_seconds = config.data.step_hours * 3600
         self.area = torch.tensor(area, dtype=torch.float32, device=model.device)
         self.projection = None  # of outputs, to the global means that the model conserves
@@ -100,18 +100,18 @@ class Objective:
             return None
         return hash64(hash64(keys, self.repeat_members(times)), DROP_STREAM)
 
-    def roll(self, fields: Tensor, keys: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Return fields (B, ..., W) rolled, if samples are, and the columns (B M,) of it; keys (B M,)."""
-        if not self.rolls:
+    def augment(self, fields: Tensor, keys: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Return the fields (B, K, V, H, W) turned, if samples are, and by what (B M,); keys (B M,)."""
+        if not self.turns:
             return fields, None
-        shifts = uniform_integers(hash64(keys[:: self.members], ROLL_STREAM), fields.shape[-1])  # (B,)
-        return roll_longitudes(fields, shifts), self.repeat_members(shifts)
+        shifts = uniform_integers(hash64(keys[:: self.members], TURN_STREAM), self.turns * fields.shape[-1])
+        return self.conditions.turn(fields, shifts), self.repeat_members(shifts)
 
     def cut(
         self, window: Tensor, truth: Tensor, times: Tensor, shifts: Tensor | None, *noise: Tensor
     ) -> Shards:
         """Return this rank's shard, of all members, of a step from a normalised window (B M, h V, H, W) at
-        `times` (B,) to the physical truth (B, V, H, W), both rolled by `shifts` (B M,) columns.
+        `times` (B,) to the physical truth (B, V, H, W), both turned by `shifts` (B M,).
         """
         normalizer, from_fields = self.normalizer, self.meta_model.from_fields
         cut_output = self.model.shards.cut_output

@@ -28,7 +28,7 @@ def forward_backward(objective: Objective, step: int, batch: Batch, scale: float
     of its rollout. Gradients are those of scale x loss. is_last: reduce them over all ranks.
     """
     keys = objective.noise_keys(step, batch.times)  # (B M,)
-    fields, shifts = objective.roll(batch.fields, keys)  # whole samples, so that every layout agrees
+    fields, shifts = objective.augment(batch.fields, keys)  # whole samples, so that every layout agrees
     # (B, h V, H, W) and (B, R, V, H, W), both physical
     start, truths = split_sample(fields, objective.normalizer.history)
     times, num_steps = batch.times, truths.shape[1]
@@ -51,7 +51,7 @@ def forecast(
     """Return the normalised windows (B M, h V, H, W) that each of R steps starts from.
 
     start (B, h V, H, W): physical, at `times` (B,); truths (B, R, V, H, W): the following states, from which
-    known values are taken; keys (B M,): of the noise; shifts (B M,): columns by which these are rolled.
+    known values are taken; keys (B M,): of the noise; shifts (B M,): by which these are turned.
     """
     normalizer, seconds, numbers = objective.normalizer, objective.step_seconds, count()
     if truths.shape[1] == 1:
@@ -94,9 +94,9 @@ def step_back(
     """Run forward and backward of one step of a rollout, for its own loss and that of all later steps.
 
     windows: those of all steps up to this one, (B M, h V, H, W) normalised; the last, at `times` (B,), is
-    removed. truth (B, V, H, W) physical; keys (B M,): of the noise; shifts (B M,): columns by which
-    these are rolled; later: the gradient of the loss of all later steps with respect to the next window, None
-    after the last step; share: of this step in the loss of the rollout.
+    removed. truth (B, V, H, W) physical; keys (B M,): of the noise; shifts (B M,): by which these
+    are turned; later: the gradient of the loss of all later steps with respect to the next window, None after
+    the last step; share: of this step in the loss of the rollout.
 
     Returns this rank's part of the loss of this step, and the gradient (B M, h V, H, W) of the loss with
     respect to the window, whole on every rank; None for the first window, which depends on no step.
