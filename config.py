@@ -308,6 +308,12 @@ class Training:
         "Weight variables by 1 / (standard deviation of their change over a step)^2; with mae and rmse, "
         "without the square.",
     )
+    augmentation: Literal["", "roll", "roll_and_mirror"] = option(
+        "",
+        '"roll": turn each sample about the axis of the Earth by a random number of columns, with constant '
+        'fields and forcings. "roll_and_mirror": exchange north and south of half of them, too. Default: '
+        "none. docs/losses.md.",
+    )
     rollout_steps: tuple[Rollout, ...] = option(
         (1,),
         "Model steps per training step, each starting from the previous output. [1, 2, 4]: longer rollouts "

@@ -177,7 +177,8 @@ def ablations(options: Options) -> int:
     for name in [options.task] if options.task else COMPARED:
         found, before = chosen(listed["choice"], task=name), listed["before"].get(name, [])
         choices = {each["choice"]: [*before, *each["options"]] for each in found}
-        rows += at_equal_flops(options, "ablations", name, COMPARED[name], choices, found[0]["steps"])
+        passes = {each["choice"]: each.get("passes", 1) for each in found}
+        rows += at_equal_flops(options, "ablations", name, COMPARED[name], choices, found[0]["steps"], passes)
     return summarize(rows, COMPARED)
 
 
@@ -193,10 +194,18 @@ def recipe(options: Options) -> int:
 
 
 def at_equal_flops(
-    options: Options, kind: str, name: str, task: Task, choices: dict[str, list[str]], steps: int
+    options: Options,
+    kind: str,
+    name: str,
+    task: Task,
+    choices: dict[str, list[str]],
+    steps: int,
+    passes: dict[str, int] | None = None,
 ) -> list[Row]:
-    """A step of each choice counts its FLOPs; it is trained for as many steps as the first has FLOPs."""
-    tflop, rows = {}, []
+    """A step of each choice counts its FLOPs; it is trained for as many steps as the first has FLOPs, times
+    its `passes`.
+    """
+    tflop, rows, passes = {}, [], passes or {}
     for choice, words in choices.items():
         one = ["--training.steps=1", "--validation.enable=false"]
         (only,) = train(options, task.config, 0, *words, *one)
@@ -204,7 +213,7 @@ def at_equal_flops(
     first = next(iter(tflop.values()))
     for seed in range(options.seeds):
         for choice, words in choices.items():
-            own_steps = round(steps * first / tflop[choice])
+            own_steps = round(passes.get(choice, 1) * steps * first / tflop[choice])
             found = task.run(options, [*words, f"--training.steps={own_steps}"], seed)
             scores = {f"{h} h": score for h, score in zip(task.lead_hours, found["scores"], strict=True)}
             rows.append({"task": name, "choice": choice, "seed": seed, **found, **scores})

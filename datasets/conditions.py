@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from datasets.channels import Channels
 from datasets.grid import Grid, area_weights
+from datasets.variables import changes_sign
 from errors import nearest, refuse
 from models.noise import NoiseFields
 
@@ -33,7 +34,8 @@ class Instant:
 
     seconds: Tensor  # (B, 1, 1) since 1970-01-01 UTC, int64
     latitude: Tensor  # (1, H, 1) radians
-    longitude: Tensor  # (1, 1, W) radians
+    longitude: Tensor  # (1, W), or (B, 1, W) where samples are turned; radians
+    hemisphere: Tensor | int = 1  # (B, 1, 1): -1 where north and south are exchanged
 
     def local_time(self) -> Tensor:
         """Return the mean solar time as an angle (B, 1, W): 0 at midnight, pi at noon of the mean sun."""
@@ -82,7 +84,7 @@ def insolation(at: Instant) -> Tensor:
     """
     sun = sun_position(at.seconds)
     hour_angle = at.local_time() - math.pi + sun.equation_of_time
-    vertical = torch.sin(at.latitude) * torch.sin(sun.declination)
+    vertical = at.hemisphere * torch.sin(at.latitude) * torch.sin(sun.declination)
     horizontal = torch.cos(at.latitude) * torch.cos(sun.declination)
     cosine_zenith = vertical + horizontal * torch.cos(hour_angle)
     return sun.inverse_distance_squared * cosine_zenith.clamp(min=0)
@@ -92,8 +94,8 @@ FORCINGS: dict[str, Callable[[Instant], Tensor]] = {
     "toa_incident_solar_radiation": insolation,
     "sin_local_time": lambda at: torch.sin(at.local_time()),
     "cos_local_time": lambda at: torch.cos(at.local_time()),
-    "sin_day_of_year": lambda at: torch.sin(at.day_of_year()),
-    "cos_day_of_year": lambda at: torch.cos(at.day_of_year()),
+    "sin_day_of_year": lambda at: at.hemisphere * torch.sin(at.day_of_year()),
+    "cos_day_of_year": lambda at: at.hemisphere * torch.cos(at.day_of_year()),
     "sin_latitude": lambda at: torch.sin(at.latitude),
     "cos_latitude": lambda at: torch.cos(at.latitude),
     "sin_longitude": lambda at: torch.sin(at.longitude),
@@ -108,23 +110,44 @@ def check_forcings(names: Sequence[str]) -> None:
             refuse("data.forcings", name, f"unknown; {nearest(name, FORCINGS)}")
 
 
-def compute_forcings(names: Sequence[str], times: Tensor, latitude: Tensor, longitude: Tensor) -> Tensor:
+def compute_forcings(
+    names: Sequence[str],
+    times: Tensor,
+    latitude: Tensor,
+    longitude: Tensor,
+    hemisphere: Tensor | int = 1,
+) -> Tensor:
     """Return forcings (B, F, H, W), float32 and of order one, in the order of `names`.
 
-    `times` (B,) int64 seconds since 1970-01-01 UTC; `latitude` (H,), `longitude` (W,) degrees; on one device.
+    `times` (B,) int64 seconds since 1970-01-01 UTC; `latitude` (H,), `longitude` (W,) or (B, 1, W) degrees;
+    `hemisphere` (B, 1, 1), -1 for the other season; on one device.
     """
     if times.dtype != torch.int64:
         raise ValueError(f"times.dtype = {times.dtype}: give int64 seconds since 1970-01-01 UTC")
     at = Instant(
         seconds=times[:, None, None],
         latitude=torch.deg2rad(latitude.double())[None, :, None],
-        longitude=torch.deg2rad(longitude.double())[None, None, :],
+        longitude=torch.deg2rad(longitude.double()),
+        hemisphere=hemisphere,
     )
-    shape = (times.shape[0], len(latitude), len(longitude))
+    shape = (times.shape[0], len(latitude), longitude.shape[-1])
     result = torch.empty(shape[0], len(names), *shape[1:], dtype=torch.float32, device=times.device)
     for index, name in enumerate(names):
         result[:, index] = FORCINGS[name](at).expand(shape)
     return result
+
+
+def turn(fields: Tensor, shifts: Tensor) -> Tensor:
+    """Return fields (B, ..., H, W) moved to the east by `shifts` (B,) columns, modulo W; where that is W or
+    more, the rows are exchanged as well, north and south.
+    """
+    height, width = fields.shape[-2:]
+    rows, columns = (torch.arange(number, device=fields.device) for number in (height, width))
+    rows = torch.where((shifts >= width)[:, None], height - 1 - rows, rows)  # (B, H)
+    columns = torch.remainder(columns - shifts[:, None], width)  # (B, W)
+    sources = (rows[:, :, None] * width + columns[:, None]).view(len(shifts), *[1] * (fields.ndim - 3), -1)
+    points = fields.flatten(-2)
+    return points.gather(-1, sources.expand_as(points)).view_as(fields)
 
 
 class Conditions(nn.Module):
@@ -134,6 +157,7 @@ class Conditions(nn.Module):
     latitude: Tensor
     longitude: Tensor
     hidden: Tensor
+    signs: Tensor  # (V,) of the states' mirror images
 
     def __init__(self, static: Sequence[np.ndarray], channels: Channels, grid: Grid) -> None:
         """static: (H, W) each, in any units: they are scaled to area mean 0 and deviation 1."""
@@ -151,6 +175,7 @@ class Conditions(nn.Module):
             "static": stacked,
             "latitude": torch.from_numpy(grid.latitude.copy()),
             "longitude": torch.from_numpy(grid.longitude.copy()),
+            "signs": torch.tensor([-1.0 if changes_sign(name) else 1.0 for name in channels.variables]),
         }
         for name, values in buffers.items():
             self.register_buffer(name, values, persistent=False)
@@ -163,15 +188,27 @@ class Conditions(nn.Module):
         assert keys is not None, "a model with noise needs keys"
         return [self.noise.draw(keys, times)]
 
-    def append(self, window: Tensor, times: Tensor, *noise: Tensor) -> Tensor:
+    def turn(self, states: Tensor, shifts: Tensor) -> Tensor:
+        """Return physical states (B, K, V, H, W) turned by `shifts` (B,), a symmetry of the physics."""
+        mirrored = (shifts >= states.shape[-1]).view(-1, 1, 1, 1, 1)
+        return turn(states, shifts).mul_(torch.where(mirrored, self.signs[:, None, None], 1.0))
+
+    def append(self, window: Tensor, times: Tensor, *noise: Tensor, shifts: Tensor | None = None) -> Tensor:
         """Append the inputs to a window (B, h V, H, W), with its newest state at `times` (B,): (B, C, H, W).
 
-        `times` are seconds since 1970.
+        `times` are seconds since 1970. shifts (B,): those by which the window is turned; what depends on the
+        position on the Earth is turned along.
         """
         if len(self.hidden):
             window = window.index_fill(1, self.hidden, 0.0)
         # Not len(window): an exported program would keep that number.
-        inputs = [window, self.static.expand(window.shape[0], -1, -1, -1)]
+        static, longitude = self.static.expand(window.shape[0], -1, -1, -1), self.longitude
+        hemisphere: Tensor | int = 1
+        if shifts is not None:
+            static = turn(static, shifts)
+            longitude = turn(longitude.expand(window.shape[0], 1, -1), shifts)  # (B, 1, W)
+            hemisphere = torch.where(shifts >= static.shape[-1], -1, 1)[:, None, None]  # (B, 1, 1)
+        inputs = [window, static]
         if self.forcings:
-            inputs.append(compute_forcings(self.forcings, times, self.latitude, self.longitude))
+            inputs.append(compute_forcings(self.forcings, times, self.latitude, longitude, hemisphere))
         return torch.cat([*inputs, *noise], dim=1)

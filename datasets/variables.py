@@ -178,6 +178,11 @@ def group_levels(variables: Iterable[str]) -> dict[str, dict[int | None, int]]:
     return grouped
 
 
+def changes_sign(variable: str) -> bool:
+    """Return True if the mirror image at the equator has the other sign: a wind to the north, a rotation."""
+    return any(word in variable for word in ("v_component", "northward", "vorticity"))
+
+
 def units(variable: str) -> str:
     """Return the units of a variable with or without level ("m2 s-2"), "" for an unknown name."""
     return VARIABLES.get(split_name(variable)[0], UNKNOWN).units

@@ -1,5 +1,5 @@
 """Random numbers of samples: Gaussian noise as input channels, which is the difference between the members of
-an ensemble, and the branches that stochastic depth drops.
+an ensemble, the branches that stochastic depth drops, and how samples are turned.
 
 Numbers are a hash of int64 keys on the device. A generator would have to be seeded by the host, which would
 wait for the device, and would draw different numbers on a GPU and on a CPU.
@@ -66,6 +66,11 @@ def branch_factors(keys: Tensor, blocks: range, rate: float) -> Tensor:
     rates = rate * index[..., None].double()
     is_kept = bits >= (rates * 2**BITS).round()
     return torch.where(is_kept, (UNIT / (1 - rates)).round().long(), 0)[..., None, None]
+
+
+def uniform_integers(keys: Tensor, limit: int) -> Tensor:
+    """Return int64 from 0 to `limit` - 1, one of each key (B,); limit: at most 2^BITS."""
+    return _shift_right(keys, 64 - BITS) * limit >> BITS
 
 
 def normal_numbers(keys: Tensor, count: int) -> Tensor:

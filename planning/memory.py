@@ -136,12 +136,13 @@ def stage_memory(work: Workload, first: bool, last: bool) -> Memory:
     if work.rollout_steps > 1:  # a pipeline makes the forecasts of all micro-batches at once
         # In float32 the states as read, the windows so far, and of the last one the state in physical units
         # and as normalised, and the input before and after it is cut into patches.
+        states = work.states_read * (1 + work.rolls)
         of_member = (work.history * (work.rollout_steps - 1) + 2) * values + 2 * work.input_values
         moments["forecast of a rollout"] = always | {
             "gradients": masters * (work.accumulation > 1),
             "gathered parameters": loss["gathered parameters"],
             "copies of weights": weights,
-            "fields": FLOAT32 * work.local_batch * (work.states_read * values + work.members * of_member),
+            "fields": FLOAT32 * work.local_batch * (states * values + work.members * of_member),
             "activations": work.micro_batches * s * (3 + tp + 2 * model.hidden_units),
             "messages of a pipeline": messages,
         }
@@ -277,8 +278,8 @@ def recomputed(work: Workload) -> float:
 
 
 def field_bytes(work: Workload, last: bool = True) -> float:
-    """float32: the states as read, windows of a rollout, and the shards of input, truth and weights, the last
-    two kinds of each member.
+    """float32: the states as read and, if they are, as rolled; windows of a rollout; and the shards of input,
+    truth and weights, the last two kinds of each member.
 
     Of a rollout there is, too, the gradient of the next window, and the shard of its new state.
     """
@@ -286,5 +287,5 @@ def field_bytes(work: Workload, last: bool = True) -> float:
     times = 2 if work.degrees.pp > 1 and last else 1  # what a pipeline's last stage needs is stacked
     shards = work.input_values / cp + times * (2 + crosses) * work.field_values / (cp * tp)
     windows = (work.rollout_steps + 1) * crosses
-    whole = work.states_read + work.members * work.history * windows
+    whole = work.states_read * (1 + work.rolls) + work.members * work.history * windows
     return FLOAT32 * work.local_batch * (whole * work.field_values + work.members * shards)

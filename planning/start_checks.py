@@ -144,6 +144,12 @@ def check_model(config: Config, grid: Grid) -> None:
     if (names := config.model.conserve) and not is_global:
         reason = "the grid of data.path is not global, and what goes through its edges is not known"
         refuse("model.conserve", list(names), f"{reason}; set it to []")
+    if (augmentation := config.training.augmentation) and not grid.periodic:
+        reason = "the longitudes of the data do not go round the globe; leave this out"
+        refuse("training.augmentation", augmentation, reason)
+    if augmentation == "roll_and_mirror" and not np.allclose(grid.latitude, -grid.latitude[::-1], atol=1e-3):
+        reason = "the latitudes of the data are not the same in both hemispheres"
+        refuse("training.augmentation", augmentation, f'{reason}; take "roll"')
     width = config.data.boundary_width
     if width and grid.periodic:
         refuse("data.boundary_width", width, "the grid goes round the globe; set it to 0, or data.region")

@@ -44,6 +44,7 @@ class Workload:
     history: int = 1  # states that the model sees
     rollout_steps: int = 1  # steps of the model, each from the last one's output: of the longest rollout
     members: int = 1  # states per sample: members of an ensemble
+    rolls: bool = False  # samples, of which there is then a copy
     copies_ahead: int = 0  # batches of the loader on their way to the device, or there already
 
     @property
@@ -210,6 +211,7 @@ def workload_of(config: Config, world: int, grid_shape: tuple[int, int], num_var
         schedule=parallelism.pipeline_parallel_schedule,
         pipeline_micro_batch=parallelism.pipeline_parallel_microbatch_size,
         ema=config.training.ema_decay > 0,
+        rolls=bool(config.training.augmentation),
         optimizer=config.optimizer.name,
         history=history,
         members=training.members,

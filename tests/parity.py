@@ -73,6 +73,7 @@ class Layout:
     conserve: bool = False  # dry mass
     roles: bool = False  # one variable of each
     boundary: bool = False  # of a limited area
+    roll: bool = False  # samples by random numbers of columns, half of them mirrored
 
     @property
     def noise_dim(self) -> int:
@@ -133,6 +134,7 @@ def config_of(layout: Layout, seed: int, **settings: Any) -> Config:
         "mixed_precision_reduce": layout.reduce,
         "loss": "crps" if layout.members > 1 else layout.loss,
         "members": layout.members,
+        "augmentation": "roll_and_mirror" if layout.roll else "",
         "rollout_steps": (layout.rollout,),
         "steps": 3,
         "variable_weights": (1.0, 2.0, 0.5)[: 3 - layout.roles],
@@ -236,7 +238,7 @@ def cut(objective: Objective, fields: Tensor, times: Tensor, *noise: Tensor) -> 
     """The shard of a micro-batch's first step, from physical fields (B, h + 1, V, H, W)."""
     window, truths = split_sample(fields, objective.normalizer.history)
     window = objective.repeat_members(objective.normalizer.normalize_window(window))
-    return objective.cut(window, truths[:, 0], times, *noise)
+    return objective.cut(window, truths[:, 0], times, None, *noise)
 
 
 def three_steps(layout: Layout) -> Outcome:
@@ -313,6 +315,7 @@ MODEL_KEYS = (
     "boundary",
     "members",
     "lora",
+    "roll",
 )  # what a layout does not change
 ODD = (12, 12)  # 9 tokens: neither 2 nor 4 divides them
 ROTARY = (("position", "rotary"),)
@@ -600,6 +603,25 @@ ADAPTED = {
     "lora, rollout 2, fsdp 2": Layout(2, rollout=2, lora=True),
     "lora, crps, fsdp 2": Layout(2, members=3, lora=True),
 }
+ROLLED = {
+    "roll, accumulation 2": Layout(1, accumulation=2, roll=True),
+    "roll, ddp 2": Layout(2, replicate(), roll=True),
+    "roll, fsdp 2, compile": Layout(2, compile="inductor", roll=True),
+    "roll, tp 2, odd grid": Layout(2, tp(), grid=(11, 10), roll=True),
+    "roll, ulysses 2": Layout(2, cp(), roll=True),
+    "roll, all-gather 2, odd grid": Layout(2, cp("all_gather"), grid=(11, 10), roll=True),
+    "roll, ring 2, odd tokens": Layout(2, cp("ring"), grid=ODD, roll=True),
+    "roll, u-net, tiles 1 x 2": Layout(2, cp(), unet=True, roll=True),
+    "roll, pp 2, 1f1b": Layout(2, pp(), roll=True),
+    "roll, lora, fsdp 2": Layout(2, lora=True, roll=True),
+    "roll, windows, drop, fsdp 2": Layout(2, model=(*WINDOWS, *DROPPED), roll=True),
+    "roll, history 2, rollout 4, fsdp 2 x tp 2": Layout(4, tp(), rollout=4, history=2, roll=True),
+    "roll, crps, rollout 2, ring 2": Layout(2, cp("ring"), rollout=2, members=3, roll=True),
+    "roll, roles, rollout 2, pp 2, 1f1b": Layout(2, pp(), rollout=2, roles=True, roll=True),
+    "roll, conserve, rollout 2, u-net, tiles 2 x 1": Layout(
+        2, cp(), unet=True, grid=(32, 16), conserve=True, rollout=2, roll=True
+    ),
+}
 TABLE = (
     BASIC
     | ROLLOUT
@@ -612,6 +634,7 @@ TABLE = (
     | CONSERVING
     | DROPPING
     | ADAPTED
+    | ROLLED
 )
 # Every technique and every pair of them compiled too: without the C++ of inductor, which takes half a minute.
 # Of these the parts are compiled in others.
@@ -640,7 +663,7 @@ NOT_COMPILED = [
     "ring 4, odd tokens",
 ]
 COMPILED = [name for name, layout in BASIC.items() if layout.ranks < 8 and name not in NOT_COMPILED]
-COMPILED += [*ROLLOUT, *HISTORY, *TURNED, *WINDOWED, *ENSEMBLES, *CONSERVING, *DROPPING, *ADAPTED]
+COMPILED += [*ROLLOUT, *HISTORY, *TURNED, *WINDOWED, *ENSEMBLES, *CONSERVING, *DROPPING, *ADAPTED, *ROLLED]
 TABLE |= {
     f"{name}, compile": replace(TABLE[name], compile="aot_eager")
     for name in COMPILED
@@ -714,4 +737,7 @@ FAST = [
     "lora, fsdp 2",
     "lora, ac selective",
     "lora, pp 2, zbv zero-bubble",
+    "roll, ring 2, odd tokens",
+    "roll, history 2, rollout 4, fsdp 2 x tp 2",
+    "roll, crps, rollout 2, ring 2, compile",
 ]

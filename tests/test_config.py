@@ -114,6 +114,7 @@ COMMAND_LINES = [
     ("--model.name unet --activation_checkpoint.mode selective", "'selective': for the blocks of a ViT"),
     ("--model.name unet --float8.enable", "float8.enable = True: multiplies the matrices of a ViT"),
     ("--model.name unet --model.levels 5", "model.levels = 5 on a grid of 6 x 8: 32 columns make one"),
+    ("--training.augmentation roll --data.boundary_width 1", "augmentation = 'roll': an area with"),
     ("--data.grid_shape [6,0]", "data.grid_shape = [6, 0]: give both numbers"),
     # -- dates
     ('--data.train_period \'["2020-01-01", "2019-12-31"]\'', "the last date is before the first; exchange"),

@@ -96,7 +96,8 @@ def test_the_loss_of_fields_with_holes(one_rank):
     scale = normalizer.change_scale = torch.tensor([0.5, 2.0, 1.0])[:, None, None]
     fields, times = run.data[:2], torch.arange(2) * 21_600
     changes = torch.randn(6, 3, 11, 10, generator=torch.Generator().manual_seed(3))
-    conditions = objective.draw_noise(objective.noise_keys(1, times), times)
+    keys = objective.noise_keys(1, times)
+    conditions = objective.conditions.draw(keys, objective.repeat_members(times))
     targets = cut(objective, fields, times, *conditions).targets
     found = objective.loss_part(run.model.meta_model.from_fields(changes), targets)
     states = fields[:, 0].repeat_interleave(3, 0) + scale * changes

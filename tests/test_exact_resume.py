@@ -49,6 +49,7 @@ def draw(seed: int) -> list[str]:
     }
     drawn = [word for key, values in choices.items() for word in (f"--{key}", rng.choice(values))]
     drawn += ["--data.history", str(1 + seed % 2)]
+    drawn += ["--training.augmentation=roll"] * (seed % 3 != 1)
     drawn += ["--training.loss=crps", "--training.members=2", "--model.noise_dim=2"] * (seed % 3 == 0)
     if seed in OTHERS:
         return [*drawn, f"--optimizer.name={OTHERS[seed]}"]

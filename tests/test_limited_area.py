@@ -123,6 +123,7 @@ def test_the_exported_step_takes_the_boundary(folder: Path, stores) -> None:
     ("more", "key"),
     [
         (["--data.boundary_width", "4"], "data.boundary_width"),
+        (["--training.augmentation", "roll"], "training.augmentation"),
         (["--forecast.persist_forcings"], "forecast.persist_forcings"),
     ],
 )

@@ -140,7 +140,7 @@ def losses_with_forecasts(forecasts: bool) -> list[float]:
         if forecasts and run.state.average:
             with run.state.average.applied():
                 times = torch.zeros(2, dtype=torch.int64)
-                conditions = run.objective.draw_noise(times, times)
+                conditions = run.objective.conditions.draw(times, times)
                 window = run.data[:2, 0].nan_to_num()
                 run.model.predict(run.objective.conditions.append(window, times, *conditions))
     return losses

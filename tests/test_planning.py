@@ -53,6 +53,8 @@ LAYOUTS = [
     (2, {"parallelism.data_parallel_replicate_degree": "2", "training.global_batch_size": "32"}),
     (1, {"training.rollout_steps": "[4]"}),
     (8, {"data.history": "3", "training.rollout_steps": "[2]"}),
+    (1, {"training.augmentation": "roll", "training.local_batch_size": "8"}),
+    (1, {"training.augmentation": "roll", "training.rollout_steps": "[4]"}),
     (1, {"model.position": "rotary"}),
     (2, RING | {"model.position": "rotary"}),
     (1, WINDOWS),

@@ -16,6 +16,7 @@ from tests.test_house import CONFIGURATIONS
 from training.assembly import Fields, assemble
 from training.batches import Batch
 from training.config_checks import load_checked
+from training.due import Rollouts
 from training.state import build_state
 from training.step import Run, train_step
 
@@ -71,7 +72,7 @@ def test_two_steps_at_reduced_size(one_rank, monkeypatch, path: Path) -> None:
     assembly.model.train()
     before = {name: p.detach().clone() for name, p in state.parameters.items() if p.requires_grad}
     for step in (1, 2):
-        states = config.data.history + run.objective.rollouts.at(step)
+        states = config.data.history + Rollouts.of(config.training).at(step)
         shape = (LOCAL_BATCH, states, num_variables, *GRID)
         batches = [Batch(torch.randn(shape), torch.arange(LOCAL_BATCH) * 21_600) for _ in range(ACCUMULATION)]
         result = train_step(run, step, batches)

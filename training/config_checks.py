@@ -42,6 +42,9 @@ def check(config: Config) -> None:
     is_muon_on_host = config.optimizer.name == "Muon" and config.parallelism.cpu_offload
     reason = "would multiply whole matrices on the host; set parallelism.cpu_offload to false"
     require(not is_muon_on_host, "optimizer.name", "Muon", reason)
+    augmentation, width = training.augmentation, config.data.boundary_width
+    reason = "an area with a boundary cannot be turned about the Earth's axis; leave this out"
+    require(not augmentation or not width, "training.augmentation", augmentation, reason)
 
     check_layout(config)
 

@@ -14,11 +14,10 @@ from torch import Tensor
 
 from config import Config
 from jobs.heartbeat import activity
-from models.noise import hash64, keys_of_members
+from models.noise import hash64, keys_of_members, uniform_integers
 from parallelisms.compile import compiled
 from training.assembly import Assembly
 from training.conservation import ShardedProjection
-from training.due import Rollouts
 from training.losses.pointwise import (
     PENALTIES,
     by_member,
@@ -30,18 +29,15 @@ from training.losses.pointwise import (
     sum_of_costs,
 )
 
-DROP_STREAM = 2**32  # of a step's key: noise has the first streams
+TURNS = {"": 0, "roll": 1, "roll_and_mirror": 2}  # of training.augmentation, times the columns
+DROP_STREAM, TURN_STREAM = 2**32, 2**40  # of a sample's key: noise has the first streams, and those of dates
 
 
 class Shards(NamedTuple):
-    """This rank's shard of a micro-batch: the model's input, and the tensors of its loss by name.
-
-    targets: "target", the expected output; "weights" of each of its errors. Each has the shape of the model's
-    output.
-    """
+    """This rank's shard of a micro-batch: the model's input, and the tensors of its loss by name."""
 
     inputs: Tensor
-    targets: dict[str, Tensor]
+    targets: dict[str, Tensor]  # of the output's shape: "target", and "weights" of each of its errors
 
 
 class Objective:
@@ -58,10 +54,10 @@ class Objective:
         self.meta_model: Any = assembly.meta_model
         self.penalty, self.members = PENALTIES[training.loss], training.members
         self.seed, self.drops_branches = training.seed, config.model.stochastic_depth > 0
-        self.local_batch_size = training.local_batch_size
-        self.rollouts, self.step_seconds = Rollouts.of(training), config.data.step_hours * 3600
+        self.local_batch_size, self.turns = training.local_batch_size, TURNS[training.augmentation]
+        self.step_seconds = config.data.step_hours * 3600
         self.area = torch.tensor(area, dtype=torch.float32, device=model.device)
-        self.projection = None
+        self.projection = None  # of outputs, to the global means that the model conserves
         if normalizer.conservation:
             self.projection = ShardedProjection(normalizer.conservation, self.area, assembly)
 
@@ -104,13 +100,18 @@ class Objective:
             return None
         return hash64(hash64(keys, self.repeat_members(times)), DROP_STREAM)
 
-    def draw_noise(self, keys: Tensor, times: Tensor) -> list[Tensor]:
-        """Return the noise (B M, N, H, W) of a step from `times` (B,), if the model takes noise."""
-        return self.conditions.draw(keys, self.repeat_members(times))
+    def augment(self, fields: Tensor, keys: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Return the fields (B, K, V, H, W) turned, if samples are, and by what (B M,); keys (B M,)."""
+        if not self.turns:
+            return fields, None
+        shifts = uniform_integers(hash64(keys[:: self.members], TURN_STREAM), self.turns * fields.shape[-1])
+        return self.conditions.turn(fields, shifts), self.repeat_members(shifts)
 
-    def cut(self, window: Tensor, truth: Tensor, times: Tensor, *noise: Tensor) -> Shards:
+    def cut(
+        self, window: Tensor, truth: Tensor, times: Tensor, shifts: Tensor | None, *noise: Tensor
+    ) -> Shards:
         """Return this rank's shard, of all members, of a step from a normalised window (B M, h V, H, W) at
-        `times` (B,) to the physical truth (B, V, H, W).
+        `times` (B,) to the physical truth (B, V, H, W), both turned by `shifts` (B M,).
         """
         normalizer, from_fields = self.normalizer, self.meta_model.from_fields
         cut_output = self.model.shards.cut_output
@@ -120,7 +121,8 @@ class Objective:
         weights.mul_(normalizer.output_scale.pow(self.penalty.power) / self.members)
         if normalizer.channels.of_target:
             window = normalizer.with_known(window, self.repeat_members(truth))
-        inputs = self.conditions.append(window, self.repeat_members(times), *noise)  # (B M, C, H, W)
+        times = self.repeat_members(times)
+        inputs = self.conditions.append(window, times, *noise, shifts=shifts)  # (B M, C, H, W)
         expected = normalizer.expected_output(state, self.repeat_members(target))
         targets = {"target": cut_output(from_fields(expected))}
         targets["weights"] = cut_output(from_fields(self.repeat_members(weights), with_zeros=True))
@@ -131,10 +133,6 @@ class Objective:
         if self.penalty.root_of == "sample":
             return relative_l2_weights(mask, target)
         return mean_weights(mask, self.area, self.variable_weights)
-
-    def project(self, output: Tensor) -> Tensor:
-        """Return the output with the global means that the model conserves."""
-        return self.projection(output) if self.projection else output
 
     def loss_part(self, output: Tensor, targets: dict[str, Tensor]) -> Tensor:
         """Return this rank's part of the loss of projected outputs; the parts of all ranks add up to it."""

@@ -29,17 +29,18 @@ def forward_backward(
     """Return this rank's part of the loss of a micro-batch of training step `step`, averaged over the steps
     of its rollout. Gradients are those of scale x loss. is_last: reduce them over all ranks.
     """
+    keys = objective.noise_keys(step, batch.times)  # (B M,)
+    fields, shifts = objective.augment(batch.fields, keys)  # whole samples, so that every layout agrees
     # (B, h V, H, W) and (B, R, V, H, W), both physical
-    start, truths = split_sample(batch.fields, objective.normalizer.history)
+    start, truths = split_sample(fields, objective.normalizer.history)
     times, num_steps = batch.times, truths.shape[1]
-    keys = objective.noise_keys(step, times)
     with span("forecast") if num_steps > 1 else nullcontext():
-        windows = forecast(objective, start, truths, times, keys)
+        windows = forecast(objective, start, truths, times, keys, shifts)
     loss, gradient = torch.zeros((), device=objective.model.device), None
     for number in reversed(range(num_steps)):
         date, reduces = times + number * objective.step_seconds, is_last and number == 0
         step_loss, gradient = step_back(
-            objective, windows, truths[:, number], date, keys, gradient, 1 / num_steps, scale, reduces
+            objective, windows, truths[:, number], date, keys, shifts, gradient, 1 / num_steps, scale, reduces
         )
         loss += step_loss
     return loss
@@ -47,12 +48,12 @@ def forward_backward(
 
 @torch.no_grad()
 def forecast(
-    objective: Objective, start: Tensor, truths: Tensor, times: Tensor, keys: Tensor
+    objective: Objective, start: Tensor, truths: Tensor, times: Tensor, keys: Tensor, shifts: Tensor | None
 ) -> list[Tensor]:
     """Return the normalised windows (B M, h V, H, W) that each of R steps starts from.
 
     start (B, h V, H, W): physical, at `times` (B,); truths (B, R, V, H, W): the following states, from which
-    known values are taken; keys (B M,): of the noise.
+    known values are taken; keys (B M,): of the noise; shifts (B M,): by which these are turned.
     """
     normalizer, seconds, numbers = objective.normalizer, objective.step_seconds, count()
     if truths.shape[1] == 1:
@@ -75,6 +76,7 @@ def forecast(
         truths.shape[1] - 1,
         keys,
         known if normalizer.channels.is_known else None,
+        shifts,
     )
     return [normalizer.normalize_window(start), *later]
 
@@ -85,6 +87,7 @@ def step_back(
     truth: Tensor,
     times: Tensor,
     keys: Tensor,
+    shifts: Tensor | None,
     later: Tensor | None,
     share: float,
     scale: float | Tensor,
@@ -93,9 +96,9 @@ def step_back(
     """Run forward and backward of one step of a rollout, for its own loss and that of all later steps.
 
     windows: those of all steps up to this one, (B M, h V, H, W) normalised; the last, at `times` (B,), is
-    removed. truth (B, V, H, W) physical; keys (B M,): of the noise; later: the gradient of the loss of all
-    later steps with respect to the next window, None after the last step; share: of this step in the loss of
-    the rollout.
+    removed. truth (B, V, H, W) physical; keys (B M,): of the noise; shifts (B M,): by which these
+    are turned; later: the gradient of the loss of all later steps with respect to the next window, None after
+    the last step; share: of this step in the loss of the rollout.
 
     Returns this rank's part of the loss of this step, and the gradient (B M, h V, H, W) of the loss with
     respect to the window, whole on every rank; None for the first window, which depends on no step.
@@ -103,7 +106,8 @@ def step_back(
     model, normalizer = objective.model, objective.normalizer
     needs_gradient = len(windows) > 1
     window = windows.pop().requires_grad_(needs_gradient)
-    inputs, targets = objective.cut(window, truth, times, *objective.draw_noise(keys, times))
+    noise = objective.conditions.draw(keys, objective.repeat_members(times))  # (B M, N, H, W), if any
+    inputs, targets = objective.cut(window, truth, times, shifts, *noise)
     # Detached: each micro-batch of a pipeline would otherwise run backward through the cut of all.
     shards = {name: tensor.detach() for name, tensor in targets.items()}
     inputs_leaf = inputs.detach().requires_grad_(needs_gradient)
@@ -119,7 +123,7 @@ def step_back(
     output_gradients: list[Tensor] = []  # of the loss of this step, of each micro-batch of a pipeline
 
     def loss_part(output: Tensor, targets: dict[str, Tensor]) -> Tensor:
-        projected = objective.project(output)
+        projected = objective.projection(output) if objective.projection else output
 
         def add_later(gradient: Tensor) -> Tensor:
             output_gradients.append(gradient)

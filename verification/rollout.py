@@ -33,20 +33,22 @@ def rollout(
     num_steps: int,
     keys: Tensor | None = None,
     known: Callable[[int, Tensor], Tensor] | None = None,
+    shifts: Tensor | None = None,
 ) -> Iterator[Tensor]:
     """Yield the normalised windows (B, h V, H, W) after 1, 2, ... `num_steps` steps from a physical one.
 
     times (B,): dates of `start`, seconds since 1970. Each step sees the forcings of its own date. Missing
     values start at the mean. keys (B,): of the noise of a model that is given some (models/noise.py).
     known: function that returns the argument `known` of `Normalizer.advance` for step 1, 2, ... and its date;
-    without it forcing variables and the boundary keep their initial values.
+    without it forcing variables and the boundary keep their initial values. shifts (B,): of `start` and
+    `known`, in training (`Conditions.append`).
     """
     window = normalizer.normalize_window(start)
     for step in range(num_steps):
         date = times + step * step_seconds
         later = None if known is None else known(step + 1, date + step_seconds)
         inputs = normalizer.with_known(window, later)
-        output = predict(conditions.append(inputs, date, *conditions.draw(keys, date)))
+        output = predict(conditions.append(inputs, date, *conditions.draw(keys, date), shifts=shifts))
         window = normalizer.advance(window, output, later)
         yield window
 
