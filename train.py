@@ -7,10 +7,12 @@
 
 import sys
 
-from jobs.signals import end_at_signals
+from jobs.signals import end_at_signals, end_with_trainer
 
 if __name__ == "__main__":
     end_at_signals(trains=True)
+elif __name__ == "__mp_main__":
+    end_with_trainer()  # torch's checkpoint process imports this file, for seconds, before all else
 
 from command_line import answer_early, start
 from training.config_checks import check
@@ -124,8 +126,6 @@ def train(config: Config, watchdog: Watchdog | None = None) -> None:
                     checkpointer.poll()
             if due.collect:
                 gc.collect(1)
-            if checkpointer and stop:  # the save before may take a while
-                logger.info(f"{stop}: saving step {step}")
             if checkpointer and due.save and (stop or not state.bad_steps.now):
                 with span("checkpoint"):
                     checkpointer.save(step, state.state_dict())

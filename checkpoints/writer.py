@@ -6,7 +6,6 @@ final name. DCP raises an error of one rank on all of them.
 """
 
 import atexit
-import ctypes
 import io
 import logging
 import os
@@ -19,7 +18,7 @@ import zlib
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from multiprocessing import resource_tracker
 from pathlib import Path
 from typing import Any, cast
@@ -35,6 +34,7 @@ from torch.futures import Future
 from checkpoints.files import DELETING, INCOMPLETE, Files, Unreadable, prune, write_manifest
 from errors import STOP_SIGNALS, DataError
 from jobs.durable_files import sync_folder, write_durably
+from jobs.signals import TRAINER, end_with_trainer
 from parallelisms.mesh import from_first_rank
 from parallelisms.peer_messages import use_plain_messages
 
@@ -138,16 +138,11 @@ class ProcessGroupInfo:
     use_prefix_store: bool = True  # of a store that rank 0 keeps
     disable_automatic_gc: bool = False
     disable_manual_gc: bool = False
-    trainer: int = field(default_factory=os.getpid)  # process id, to notice when the trainer has ended
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Called in the new process before anything else runs there."""
         vars(self).update(state)
-        # PR_SET_PDEATHSIG: this process is killed with the thread that has started it. After the trainer was
-        # killed it must not write into the folder of the next run.
-        ctypes.CDLL(None).prctl(1, signal.SIGKILL)
-        if os.getppid() != self.trainer:  # which has ended before that
-            os._exit(1)
+        end_with_trainer()
         logging.disable(logging.WARNING)  # torch logs every request and tensor; errors go to the trainer
         # When the trainer has ended, multiprocessing would print the EOFError of its pipe.
         sys.stderr = open(os.devnull, "w")
@@ -187,6 +182,7 @@ class CheckpointProcess:
         resource_tracker.ensure_running()  # at its first start it unblocks SIGINT and SIGTERM in its thread
         # The thread inherits what is blocked, and the process from the thread.
         blocked = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
+        os.environ[TRAINER] = str(os.getpid())
         self.thread = ThreadPoolExecutor(1)  # with which the process would end
         self.started = self.thread.submit(_async_process_executor._AsyncCheckpointProcess, info)
         signal.pthread_sigmask(signal.SIG_SETMASK, blocked)

@@ -131,6 +131,8 @@ class Agreement:
         if self.is_single:
             self.asked = own
         self.stop = self._reason(int(self.asked))
+        if self.stop and not self.request:  # of another rank, or of the time: not logged yet
+            logger.info(f"{self.stop} in step {activity.step}: the run saves and ends")
         if not self.stop and not self.is_single:
             self.asked = own
             self.exchange = dist.all_reduce(self.asked, dist.ReduceOp.MAX, self.group, async_op=True)

@@ -4,6 +4,7 @@ run_train.sh and jobs/torchrun.py start programs with these signals blocked, so 
 handler: `handle_stop_signals` unblocks them.
 """
 
+import ctypes
 import os
 import signal
 import socket
@@ -22,6 +23,8 @@ from errors import (
     is_reporting_rank,
 )
 
+TRAINER = "ROSSBY_TRAINER"  # environment variable of a trainer's processes: its process id
+
 
 def handle_stop_signals(handler: Any, numbers: Sequence[int] = STOP_SIGNALS) -> None:
     """Set the handler (or SIG_IGN) of signals that ask a program to end, and unblock them."""
@@ -35,6 +38,7 @@ def end_at_signals(trains: bool = False) -> None:
     the run handles them itself.
     """
     has_ended = threading.Lock()
+    os.environ.pop(TRAINER, None)  # of a program that has started this one
 
     def end(number: int, _: object) -> None:
         if not has_ended.acquire(blocking=False):
@@ -62,6 +66,17 @@ def is_of_torchelastic(number: int) -> bool:
     """
     folder = attempt_folder()
     return number == signal.SIGTERM and folder is not None and not (folder / SIGNALLED).exists()
+
+
+def end_with_trainer() -> None:
+    """Let this process, which a trainer has started, end with it: after a kill it must not write into the
+    folder of the next run.
+    """
+    # PR_SET_PDEATHSIG: killed with the thread that has started it.
+    if TRAINER in os.environ:  # else it is a process of a conversion, before the run
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)
+        if os.environ[TRAINER] != str(os.getppid()):  # which has ended before that
+            os._exit(1)
 
 
 def signal_socket() -> socket.socket:

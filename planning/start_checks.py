@@ -15,6 +15,11 @@ from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryFile
 
+from jobs.signals import end_at_signals
+
+if __name__ == "__main__":
+    end_at_signals()
+
 from command_line import answer_early, start
 from training.config_checks import check
 
@@ -210,7 +215,7 @@ def check_disk(config: Config, made: Plan) -> None:
 
 def main(argv: list[str]) -> None:
     with one_line_errors():
-        config = start(argv, __doc__, check)
+        config = start(argv, __doc__, None)
         if found := plan_here(config, open_checked(config), num_ranks()):
             check_disk(config, found[0])
             if warning := memory_warning(config, *found):
