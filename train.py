@@ -32,8 +32,7 @@ from jobs.heartbeat import activity, span
 from jobs.preemption import Agreement
 from jobs.watchdog import Watchdog
 from parallelisms.mesh import cpu_group, mesh_of, start_ranks
-from planning.out_of_memory import run_with_watchdog
-from planning.start_checks import open_checked, plan_here
+from planning.start_checks import open_checked, plan_here, run_with_watchdog
 from training.assembly import Fields, assemble
 from training.batches import Batches, Samples, choose_global_batch
 from training.due import Rollouts, Schedule

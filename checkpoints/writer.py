@@ -18,7 +18,6 @@ import zlib
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from multiprocessing import resource_tracker
 from pathlib import Path
 from typing import Any, cast
@@ -123,21 +122,18 @@ class CheckpointWriter(FileSystemWriter):
 # -- torch's checkpoint process ------------------------------------------------------------------------
 
 
-@dataclass
 class ProcessGroupInfo:
     """Description of the group that the checkpoint processes of all ranks form (_ProcessGroupInitInfo).
 
     Torch's own would make the processes meet at a store that listens on all interfaces.
     """
 
-    local_rank: int
-    global_rank: int
-    world_size: int
-    tcp_store_master_addr: str
-    tcp_store_master_port: int
-    use_prefix_store: bool = True  # of a store that rank 0 keeps
-    disable_automatic_gc: bool = False
-    disable_manual_gc: bool = False
+    def __init__(self, address: str, port: int) -> None:
+        """address, port: of a store that rank 0 keeps."""
+        self.local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+        self.global_rank, self.world_size = dist.get_rank(), dist.get_world_size()
+        self.tcp_store_master_addr, self.tcp_store_master_port = address, port
+        self.use_prefix_store, self.disable_automatic_gc, self.disable_manual_gc = True, False, False
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Called in the new process before anything else runs there."""
@@ -176,9 +172,7 @@ class CheckpointProcess:
             self.store.append(TCPStore(address, port, **options, master_listen_fd=listener.detach()))
             return address, port
 
-        address, port = from_first_rank(open_store)
-        local_rank = int(os.environ.get("LOCAL_RANK", "0"))
-        info: Any = ProcessGroupInfo(local_rank, dist.get_rank(), dist.get_world_size(), address, port)
+        info: Any = ProcessGroupInfo(*from_first_rank(open_store))
         resource_tracker.ensure_running()  # at its first start it unblocks SIGINT and SIGTERM in its thread
         # The thread inherits what is blocked, and the process from the thread.
         blocked = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
