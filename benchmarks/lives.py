@@ -185,8 +185,10 @@ class Life:
     def __init__(self, seed: int, scratch: Path, most: int, kinds: Counter[str]) -> None:
         self.seed, self.scratch, self.kinds, self.number = seed, scratch, kinds, 0
         self.rng, self.folder = random.Random(seed), scratch / f"life-{seed}"
-        self.trait, self.layout = self.rng.choice([*TRAITS]), self.rng.choice([*LAYOUTS])
-        self.about, self.first_layout = TRAITS[self.trait], self.layout
+        self.trait = self.rng.choice([*TRAITS])
+        self.about = TRAITS[self.trait]
+        self.layouts = self.about.get("layouts", [*LAYOUTS])
+        self.layout = self.first_layout = self.rng.choice(self.layouts)
         self.run, self.checkpoints = self.folder / "run", self.folder / "run/checkpoints"
         self.steps = STEPS if self.about.get("staged") else self.rng.choice((40, 50, STEPS))
         self.events = min(self.rng.randint(3, 6), self.rng.randint(3, 8), most)
@@ -261,7 +263,7 @@ class Life:
         for pid in stopped:
             os.kill(pid, signal.SIGSTOP)
         time.sleep(0.2)
-        before, second = contents(self.run, ("log-",)), self.start(self.rng.choice([*LAYOUTS]), Event())
+        before, second = contents(self.run, ("log-",)), self.start(self.rng.choice(self.layouts), Event())
         code, after = second.end(LIMIT), contents(self.run, ("log-",))
         for pid in stopped:
             os.kill(pid, signal.SIGCONT)
@@ -305,7 +307,7 @@ class Life:
                 newest.rename(newest.with_name(newest.name + suffix))
             return f"{kind} {newest.name} {path.name} {suffix}"
         if kind == "layout":
-            self.layout = rng.choice([*LAYOUTS])
+            self.layout = rng.choice(self.layouts)
         elif kind == "steps":
             self.steps = min(self.steps + 10, STEPS)
         elif kind == "dates":
