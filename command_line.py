@@ -5,7 +5,6 @@ these, or numbers with a `Range`. Anything wrong raises a `ConfigError` of one l
 that help and a misspelt key are answered at once.
 """
 
-import argparse
 import dataclasses
 import difflib
 import gc
@@ -14,6 +13,7 @@ import os
 import re
 import sys
 import textwrap
+from argparse import ArgumentParser, Namespace, RawDescriptionHelpFormatter
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from pathlib import Path
@@ -23,14 +23,7 @@ import tomli
 import tomli_w
 
 from config import DEFAULT_CONFIG, MOST, PATHS, PROJECT, SECTIONS, Config, Range, for_a_file, in_project
-from errors import (
-    ConfigError,
-    format_value,
-    nearest,
-    one_line_errors,
-    require,
-    without_secrets,
-)
+from errors import ConfigError, format_value, nearest, one_line_errors, require, without_secrets
 
 UNPRINTABLE = re.compile("[\x00-\x1f\x7f-\x9f\ud800-\udfff]")  # control characters, halves of a pair
 LONGEST_LIST, LONGEST_TEXT, LONGEST_NAME = 1000, 4096, 255  # Linux: of a path and of a name in it
@@ -61,21 +54,44 @@ def parse_command_line(argv: list[str], schema: Schema) -> Values:
             hint = f"did you mean --{close[0]}?" if close else hint
             raise ConfigError(f"{token}: not an option; {hint}")
         kind = _field(schema, section, key, where="the command line").type
-        if not has_value:
-            is_bare = not tokens or tokens[0].startswith("--")
-            if is_bare and kind is not bool:
-                raise ConfigError(f"--{name}: a value is missing ({type_name(kind)} expected)")
-            text = "true" if is_bare else tokens.pop(0)
-        # The value as TOML would give it; strings need no quotes on the command line.
-        base, value = _unwrap(kind)[0], text
-        if base is bool:
-            value = {"true": True, "false": False}.get(text.lower(), text)
-        elif base is not str and get_origin(base) is not Literal:
-            with suppress(ValueError, RecursionError):
-                parsed = tomli.loads(f"value = {text}")
-                value = parsed["value"] if len(parsed) == 1 else text  # several lines could set further keys
-        values.setdefault(section, {})[key] = _convert(name, value, kind)
+        values.setdefault(section, {})[key] = _option_value(name, kind, text if has_value else None, tokens)
     return values
+
+
+def split_options(argv: list[str], own: dict[str, Any]) -> tuple[Namespace, list[str]]:
+    """Return the options of an entry point besides those of the configuration, and the remaining arguments.
+
+    own: default of each; a boolean is a flag, a list may be given several times. Raises ConfigError.
+    """
+    values, rest, tokens = {**own}, [], list(argv)
+    kinds = {bool: bool, int: Annotated[int, Range(-MOST, MOST)], str: str, list: str}
+    while tokens:
+        token = tokens.pop(0)
+        name, has_value, text = token.removeprefix("--").partition("=")
+        if name not in own or not token.startswith("--"):
+            rest.append(token)
+            continue
+        value = _option_value(name, kinds[type(own[name])], text if has_value else None, tokens)
+        values[name] = [*values[name], value] if isinstance(own[name], list) else value
+    return Namespace(**values), rest
+
+
+def _option_value(name: str, kind: Any, text: str | None, tokens: list[str]) -> Any:
+    """Return the value of an option from its text or, without one, from the next token."""
+    if text is None:
+        is_bare = not tokens or tokens[0].startswith("--")
+        if is_bare and kind is not bool:
+            raise ConfigError(f"--{name}: a value is missing ({type_name(kind)} expected)")
+        text = "true" if is_bare else tokens.pop(0)
+    # The value as TOML would give it; strings need no quotes on the command line.
+    base, value = _unwrap(kind)[0], text
+    if base is bool:
+        value = {"true": True, "false": False}.get(text.lower(), text)
+    elif base is not str and get_origin(base) is not Literal:
+        with suppress(ValueError, RecursionError):
+            parsed = tomli.loads(f"value = {text}")
+            value = parsed["value"] if len(parsed) == 1 else text  # several lines could set further keys
+    return _convert(name, value, kind)
 
 
 def read_toml(
@@ -193,21 +209,15 @@ def _convert(name: str, value: Any, kind: Any) -> Any:
     reason = f"{type_name(kind)} expected, not {found}"
     require(type(value) is base, name, value, reason)
     if base is str:
-        require(not (problem := _text_problem(str(value))), name, value, problem)
+        text, reason = str(value), "a text without control characters expected"
+        require(not UNPRINTABLE.search(text), name, value, reason)
+        is_short = "://" in text or max(len(part.encode()) for part in text.split("/")) <= LONGEST_NAME
+        reason = f"too long: names have at most {LONGEST_NAME} bytes, and paths {LONGEST_TEXT}"
+        require(is_short and len(text) <= LONGEST_TEXT, name, value, reason)
     is_allowed = bounds is not None and bounds.infinite and value == math.inf
     require(base is not float or math.isfinite(value) or is_allowed, name, value, "a finite number expected")
     require(bounds is None or bounds.admits(value), name, value, f"must be {bounds}")
     return value
-
-
-def _text_problem(text: str) -> str:
-    """Return why a text can be neither a name nor a path, "" if it can."""
-    if UNPRINTABLE.search(text):
-        return "a text without control characters expected"
-    longest = max(len(part.encode()) for part in text.split("/"))
-    if len(text) > LONGEST_TEXT or (longest > LONGEST_NAME and "://" not in text):
-        return f"too long: names have at most {LONGEST_NAME} bytes, and paths {LONGEST_TEXT}"
-    return ""
 
 
 def _unwrap(kind: Any) -> tuple[Any, Range | None]:
@@ -289,52 +299,15 @@ def to_toml(config: Config) -> str:
     return without_secrets(tomli_w.dumps(_with_paths(values, for_a_file)))
 
 
-class OneLineParser(argparse.ArgumentParser):
+class OneLineParser(ArgumentParser):
     """Parser of the options of a module, `python -m module`, that raises ConfigError."""
 
     def __init__(self, module: str, doc: str | None) -> None:
-        as_written = argparse.RawDescriptionHelpFormatter
-        named = f"python -m {module}"
-        super().__init__(prog=named, description=doc, formatter_class=as_written, allow_abbrev=False)
+        as_written = RawDescriptionHelpFormatter
+        super().__init__(f"python -m {module}", None, doc, formatter_class=as_written, allow_abbrev=False)
 
     def error(self, message: str) -> NoReturn:
         raise ConfigError(f"{message.replace('argument ', '')}; --help lists the options")
-
-
-def own_options(**defaults: Any) -> argparse.ArgumentParser:
-    """Return a parser of the options of an entry point besides those of the configuration.
-
-    The type of a default is the type of the option: a boolean is a flag, a list may be given several times.
-    """
-
-    def reader(kind: type) -> Callable[[str], Any]:  # argparse adds the name of the option to its errors
-        def read(text: str) -> Any:
-            try:
-                value = kind(text)
-            except ValueError:
-                reason = f"{format_value(text)}: {type_name(kind)} expected"
-                raise argparse.ArgumentTypeError(reason) from None
-            is_large = kind is not str and not abs(value) <= MOST
-            if problem := "out of range" if is_large else _text_problem(text):
-                raise argparse.ArgumentTypeError(f"{format_value(text)}: {problem}")
-            return value
-
-        return read
-
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
-    for name, default in defaults.items():
-        known: dict[type, dict[str, Any]] = {bool: {"action": "store_true"}, list: {"action": "append"}}
-        kind = known.get(type(default), {"type": reader(type(default))})
-        parser.add_argument(f"--{name}", default=default, **kind)
-    return parser
-
-
-def split_options(argv: list[str], own: argparse.ArgumentParser) -> tuple[argparse.Namespace, list[str]]:
-    """Return the own options of an entry point and the remaining arguments. Raises ConfigError."""
-    try:
-        return own.parse_known_args(argv)
-    except argparse.ArgumentError as error:
-        raise ConfigError(str(error).replace("argument ", "")) from error
 
 
 def start(argv: list[str], doc: str | None, check: Callable[[Config], None] | None) -> Config:
@@ -358,13 +331,13 @@ def start(argv: list[str], doc: str | None, check: Callable[[Config], None] | No
 
 
 def answer_early(
-    doc: str | None, check: Callable[[Config], None] | None, own: argparse.ArgumentParser | None = None
+    doc: str | None, check: Callable[[Config], None] | None, own: dict[str, Any] | None = None
 ) -> None:
     """Answer help and bad input before an entry point imports torch, which takes seconds. What is checked
     here is not checked again.
     """
     with one_line_errors():
-        start(split_options(sys.argv[1:], own or own_options())[1], doc, check)
+        start(split_options(sys.argv[1:], own or {})[1], doc, check)
     gc.disable()  # until `start` in main: imports create millions of objects and no garbage
 
 

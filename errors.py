@@ -3,7 +3,6 @@
 import difflib
 import os
 import re
-import shlex
 import signal
 import sys
 import tempfile
@@ -90,16 +89,6 @@ def nearest(name: str, valid: Iterable[Any], prefix: str = "") -> str:
     names = [str(v) for v in valid]
     close = difflib.get_close_matches(name, names, 1, cutoff=0.6)
     return f"did you mean {prefix}{close[0]}?" if close else f"valid: {', '.join(names)}"
-
-
-def module_command(module: str, *words: object) -> str:
-    """Return a command that runs a module of the project, or an installed one, from the current folder."""
-    python, folder, here = Path(sys.executable), Path(__file__).parent, Path.cwd()
-    if python.is_relative_to(folder):  # where the command runs
-        python = python.relative_to(folder)
-    texts = [str(here / word) if isinstance(word, Path) and folder != here else str(word) for word in words]
-    change = f"cd {shlex.quote(str(folder))} && " if folder != here else ""
-    return change + shlex.join([str(python), "-m", module, *texts])
 
 
 def as_user_error(error: PermissionError, path: object = "") -> DataError:

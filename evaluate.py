@@ -25,10 +25,10 @@ from jobs.signals import end_at_signals
 if __name__ == "__main__":
     end_at_signals()
 
-from command_line import answer_early, own_options, split_options, start
+from command_line import answer_early, split_options, start
 from training.config_checks import check
 
-OPTIONS = own_options(
+OPTIONS = dict(
     forecast=[],
     truth="",
     climatology="",

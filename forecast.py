@@ -15,10 +15,10 @@ from jobs.signals import end_at_signals
 if __name__ == "__main__":
     end_at_signals()
 
-from command_line import answer_early, own_options, split_options, start
+from command_line import answer_early, split_options, start
 from training.config_checks import check
 
-OPTIONS = own_options(export="")
+OPTIONS = dict(export="")
 if __name__ == "__main__":
     answer_early(__doc__, check, OPTIONS)  # before torch is imported, which takes seconds
 

@@ -29,9 +29,9 @@ from jobs.signals import end_at_signals
 if __name__ == "__main__":
     end_at_signals()
 
-from command_line import answer_early, load_config, own_options, split_options, start
+from command_line import answer_early, load_config, split_options, start
 
-OPTIONS = own_options(
+OPTIONS = dict(
     cluster="",
     clusters=[],
     layout="configured",

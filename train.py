@@ -7,10 +7,12 @@
 
 import sys
 
-from jobs.signals import end_at_signals
+from jobs.signals import end_at_signals, end_with_trainer
 
 if __name__ == "__main__":
     end_at_signals(trains=True)
+elif __name__ == "__mp_main__":
+    end_with_trainer()  # torch's checkpoint process imports this file, for seconds, before all else
 
 from command_line import answer_early, start
 from training.config_checks import check
@@ -30,8 +32,7 @@ from jobs.heartbeat import activity, span
 from jobs.preemption import Agreement
 from jobs.watchdog import Watchdog
 from parallelisms.mesh import cpu_group, mesh_of, start_ranks
-from planning.out_of_memory import run_with_watchdog
-from planning.start_checks import open_checked, plan_here
+from planning.start_checks import open_checked, plan_here, run_with_watchdog
 from training.assembly import Fields, assemble
 from training.batches import Batches, Samples, choose_global_batch
 from training.due import Rollouts, Schedule
@@ -124,8 +125,6 @@ def train(config: Config, watchdog: Watchdog | None = None) -> None:
                     checkpointer.poll()
             if due.collect:
                 gc.collect(1)
-            if checkpointer and stop:  # the save before may take a while
-                logger.info(f"{stop}: saving step {step}")
             if checkpointer and due.save and (stop or not state.bad_steps.now):
                 with span("checkpoint"):
                     checkpointer.save(step, state.state_dict())

@@ -52,7 +52,7 @@ from benchmarks.results_file import ROOT, parse, record
 from checkpoints.files import crc32_of, read_manifest, write_manifest
 from command_line import answer_early
 from config import SECTIONS
-from jobs.journal import read_records
+from jobs.durable_files import read_records
 from tests.sample_archives import weatherbench
 from tests.test_identity import NAMES, waves
 from training.config_checks import check

@@ -57,34 +57,46 @@ UNWANTED = re.compile(
     r"Traceback|terminate called|Exception ignored|^\w*(Error|Warning)\b|frame #|leaked|^\[rank\d+\]:(?!W)",
     re.MULTILINE,
 )
-# Imported by every process of a run: calls that are slow, and a disk that is full, for paths that match.
+# Imported by every process of a run: calls that are slow, a disk that is full or does not answer, for paths
+# that match; slow validations.
 INJECTED = """
 import builtins, errno, importlib.util, io, json, os, re, sys, time
 PLAN = json.loads(os.environ.get("ROSSBY_INJECTED", "{}"))
 synced, opened = os.fsync, io.open
-def meet(path):
-    for pattern, seconds in PLAN.get("slow", ()):
+def meet(path, slow="slow", fails="full", code=errno.ENOSPC):
+    for pattern, seconds in PLAN.get(slow, ()):
         time.sleep(seconds if re.search(pattern, path) else 0)
-    for number in range(PLAN.get("times", 0) if re.search(PLAN.get("full", "^$"), path) else 0):
+    for number in range(PLAN.get("times", 0) if re.search(PLAN.get(fails, "^$"), path) else 0):
         try:
             os.close(os.open(f"{PLAN['marks']}-{number}", os.O_CREAT | os.O_EXCL))
         except FileExistsError:
             continue
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), path)
+        raise OSError(code, os.strerror(code), path)
 def fsync(file):
     meet(os.readlink(f"/proc/self/fd/{file if isinstance(file, int) else file.fileno()}"))
     synced(file)
 def open(path, mode="r", *more, **options):
-    if mode[0] in "wax" and isinstance(path, (str, os.PathLike)):
-        meet(os.fspath(path))
+    if isinstance(path, (str, os.PathLike)):
+        reads = () if mode[0] in "wax" else ("slow reads", "stale", errno.ESTALE)
+        meet(os.fspath(path), *reads)
     return opened(path, mode, *more, **options)
+def skip(module):
+    module.MOST_SKIPPED = PLAN["skipped"]
+def delay(module):
+    plain = module.date_statistics
+    def date_statistics(*arguments):
+        opened(f"{PLAN['marks']}-validation", "a").close()
+        time.sleep(PLAN["validation"])
+        return plain(*arguments)
+    module.date_statistics = date_statistics
+CHANGES = {"training.bad_steps": ("skipped", skip), "verification.validation": ("validation", delay)}
 class Finder:
     def find_spec(self, name, path=None, target=None):
-        if name == "training.bad_steps" and "skipped" in PLAN:
-            sys.meta_path.remove(self)
+        key, change = CHANGES.pop(name, ("", None))
+        if key in PLAN:
             spec = importlib.util.find_spec(name)
-            execute, most = spec.loader.exec_module, PLAN["skipped"]
-            spec.loader.exec_module = lambda module: execute(module) or setattr(module, "MOST_SKIPPED", most)
+            execute = spec.loader.exec_module
+            spec.loader.exec_module = lambda module: execute(module) or change(module)
             return spec
 if PLAN:
     os.fsync, io.open, builtins.open = fsync, open, open
@@ -173,8 +185,10 @@ class Life:
     def __init__(self, seed: int, scratch: Path, most: int, kinds: Counter[str]) -> None:
         self.seed, self.scratch, self.kinds, self.number = seed, scratch, kinds, 0
         self.rng, self.folder = random.Random(seed), scratch / f"life-{seed}"
-        self.trait, self.layout = self.rng.choice([*TRAITS]), self.rng.choice([*LAYOUTS])
-        self.about, self.first_layout = TRAITS[self.trait], self.layout
+        self.trait = self.rng.choice([*TRAITS])
+        self.about = TRAITS[self.trait]
+        self.layouts = self.about.get("layouts", [*LAYOUTS])
+        self.layout = self.first_layout = self.rng.choice(self.layouts)
         self.run, self.checkpoints = self.folder / "run", self.folder / "run/checkpoints"
         self.steps = STEPS if self.about.get("staged") else self.rng.choice((40, 50, STEPS))
         self.events = min(self.rng.randint(3, 6), self.rng.randint(3, 8), most)
@@ -212,6 +226,8 @@ class Life:
         slow, begun, kill = {"slow": [[LOG, 0.03]]}, {"step": step}, {"number": SIGKILL, "target": "all"}
         stopped, launcher = (75, 0), {"target": "launcher"}
         in_save = {"folder": f"checkpoints/{last}"}
+        validates = {"folder": f"{self.folder}/full-{self.number}-validation"}
+        read = r"step-\d+/(.*distcp|manifest\.json)$"
         retried = {"full": rf"{last}/.*distcp", "times": ranks * rng.randint(1, 2)}
         events = {
             "plain": Event(),
@@ -223,6 +239,9 @@ class Life:
             "signal early": Event((*stopped, 130), slow, stop | launcher | {"late": 11 * late}),
             "signal in last save": Event(stopped, {"slow": [[last, 0.4]]}, stop | in_save),
             "disk full at last save": Event(plan=retried),
+            "signal in validation": Event(stopped, {"validation": 0.2}, stop | {"late": late} | validates),
+            "stale reads": Event((0, 1), {"stale": read, "times": ranks * rng.randint(1, 3)}),
+            "slow load": Event(plan={"slow reads": [["distcp$", 4.0]]}),
             "short of time": Event(stopped, slow, {}, {"ROSSBY_STARTED": started}),
             "rank killed": Event((0, 1 - restarts), slow, stop | begun | {"number": SIGKILL}),
             "disk full": Event(plan={"full": rng.choice(files), "times": rng.choice((1, 1, 8))}),
@@ -244,7 +263,7 @@ class Life:
         for pid in stopped:
             os.kill(pid, signal.SIGSTOP)
         time.sleep(0.2)
-        before, second = contents(self.run, ("log-",)), self.start(self.rng.choice([*LAYOUTS]), Event())
+        before, second = contents(self.run, ("log-",)), self.start(self.rng.choice(self.layouts), Event())
         code, after = second.end(LIMIT), contents(self.run, ("log-",))
         for pid in stopped:
             os.kill(pid, signal.SIGCONT)
@@ -288,7 +307,7 @@ class Life:
                 newest.rename(newest.with_name(newest.name + suffix))
             return f"{kind} {newest.name} {path.name} {suffix}"
         if kind == "layout":
-            self.layout = rng.choice([*LAYOUTS])
+            self.layout = rng.choice(self.layouts)
         elif kind == "steps":
             self.steps = min(self.steps + 10, STEPS)
         elif kind == "dates":
@@ -341,6 +360,8 @@ class Life:
         self.event = f"{kind} {about}; changed: {changed}; {self.trait}, {self.layout}, {self.steps} steps"
         self.kinds[kind] += 1
         before, status = self.sound(self.checkpoints), self.run / "status.json"
+        unsound = len(complete_steps(self.checkpoints)) - len(before)
+        unsound += len([*self.checkpoints.glob(f"*{DAMAGED}*")])
         job = self.start(self.layout, event)
         (event.act or partial(strike, **event.strike) if event.act or event.strike else id)(job)
         code, output, done = job.end(LIMIT), job.output, complete_steps(self.checkpoints)
@@ -350,6 +371,8 @@ class Life:
         self.expect(not found, f"prints {output[found.start() - 300 : found.end() + 1500] if found else ''}")
         many = 1 + ("MAX_RESTARTS" in event.environment) + ("status" in event.plan.get("full", ""))
         self.expect(len(messages) <= many, f"{len(messages)} messages: {messages}")
+        set_aside = len([*self.checkpoints.glob(f"*{DAMAGED}*")])
+        self.expect(set_aside <= unsound, f"{set_aside} checkpoints are set aside, {unsound} are damaged")
         begun = re.search(r"; from step (\d+) to", output)
         right = not begun or int(begun[1]) == max(before, default=0)
         self.expect(right, f"begins from step {begun and begun[1]}, not from the last of {before}")

@@ -20,10 +20,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.checkpoint import state_dict_saver
+from torch.distributed.checkpoint._dedup_save_plans import dedup_save_plans
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner, create_default_local_save_plan
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType, AsyncSaveResponse
+from torch.distributed.checkpoint.utils import _DistWrapper
 from torch.distributed.tensor import DTensor
 
 from checkpoints import files
@@ -37,10 +39,7 @@ logger = logging.getLogger(__name__)
 RETRY_SECONDS = (1, 2, 4, 8, 16)  # before each further attempt at the last save
 READ_SECONDS = (1, 4, 15)  # before each further attempt to read what the disk or the network does not give
 SHARED_MEMORY = "/dev/shm"  # the checkpoint process reads the tensors from there
-NO_CHECKPOINT = (
-    "no checkpoint there, or damaged ones only; name the folder of a run with checkpoint.enable, or a "
-    "step-... in it"
-)
+NO_CHECKPOINT = "no checkpoint there, or damaged ones only; name the folder of a run, or a step-... in it"
 
 
 class Checkpointer:
@@ -76,10 +75,50 @@ class Checkpointer:
         if step == self.saved_step:
             return
         self.size = sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())  # of all ranks
-        tensors = self._prepare(tensors)
-        now = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
-        about = {"step": step, "saved_at": now, **self.about}
-        target, started = step_folder(self.folder, step), time.monotonic()
+        on_gpu = any(tensor.device.type == "cuda" for tensor in tensors.values())
+
+        # -- tensors that this rank writes: of those that several ranks have, DCP chooses one rank for each,
+        # but would copy all of them, under DDP and HSDP the whole model on each rank
+        names, is_alive = list(tensors), not self.process or self.process.is_alive
+        answers = from_all_ranks((names == self.names, is_alive))
+        if not all(is_known for is_known, _ in answers):
+            plan = _DistWrapper(self.group, use_dist=True, coordinator_rank=0).reduce_scatter(
+                "choose what each rank writes",
+                lambda: create_default_local_save_plan(tensors, False),
+                dedup_save_plans,
+            )
+            self.names, self.written = names, {item.index.fqn for item in plan.items}
+        tensors = {name: tensor for name, tensor in tensors.items() if name in self.written}
+
+        # -- a checkpoint process, which may have been killed, and memory for the copies, which is used again
+        if self.process and not all(is_alive for _, is_alive in answers):
+            self.process.close()
+            self.process = CheckpointProcess()
+        if self.process and not self.stager:
+            # The copies of all ranks of this host are there.
+            local = [t.to_local() if isinstance(t, DTensor) else t for t in tensors.values()]
+            needed = max(from_all_ranks(sum(tensor.nbytes for tensor in local)))
+            needed *= int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+            free = min(from_all_ranks(shutil.disk_usage(SHARED_MEMORY).free))
+            if needed > free:
+                self.process = self.process.close()
+                if dist.get_rank() == 0:
+                    logger.warning(
+                        f"{SHARED_MEMORY} has {free / 1e6:,.0f} MB free, a checkpoint needs "
+                        f"{needed / 1e6:,.0f} MB there (docker run --shm-size); checkpoints are written in a "
+                        "thread, which slows training"
+                    )
+        if on_gpu:
+            torch.cuda.current_stream().synchronize()  # torch's stager copies on a stream of its own
+        if not self.stager and self.mode != "disabled":
+            is_shared = self.process is not None
+            self.stager = DefaultStager(StagingOptions(on_gpu, is_shared, is_shared, on_gpu))
+            # torch 2.11 and 2.12 close it after every copy, and then cannot copy again.
+            self.stager._state_dict_stager.close = lambda: None
+
+        # -- the save
+        now, started = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()), time.monotonic()
+        about, target = {"step": step, "saved_at": now, **self.about}, step_folder(self.folder, step)
         # Plans are cached: ranks exchange them again only when a shape has changed. Before torch 2.13, if the
         # first save fails, all later ones fail too, because the plan was never completed.
         caching = torch.__version__ >= "2.13"
@@ -104,44 +143,6 @@ class Checkpointer:
             future = cast(Future, response)
         future.add_done_callback(lambda _: setattr(self, "last_seconds", time.monotonic() - started))
         self.in_flight = (step, future)
-
-    def _prepare(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Return the tensors that this rank writes, with all that a save needs: memory for their copies, and
-        a checkpoint process, which may have been killed.
-
-        DCP would copy what other ranks write, too: of replicas, as under DDP and HSDP, the whole on each.
-        """
-        names, is_alive = list(tensors), not self.process or self.process.is_alive
-        answers = from_all_ranks((names == self.names, is_alive))
-        if not all(is_known for is_known, _ in answers):
-            self.names, self.written = names, choose_written(tensors)
-        if self.process and not all(is_alive for _, is_alive in answers):
-            self.process.close()
-            self.process = CheckpointProcess()
-        on_gpu = any(tensor.device.type == "cuda" for tensor in tensors.values())
-        tensors = {name: tensor for name, tensor in tensors.items() if name in self.written}
-        if self.process and not self.stager:
-            # The copies of all ranks of this host are there.
-            local = [t.to_local() if isinstance(t, DTensor) else t for t in tensors.values()]
-            needed = max(from_all_ranks(sum(tensor.nbytes for tensor in local)))
-            needed *= int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-            free = min(from_all_ranks(shutil.disk_usage(SHARED_MEMORY).free))
-            if needed > free:
-                self.process = self.process.close()
-                if dist.get_rank() == 0:
-                    logger.warning(
-                        f"{SHARED_MEMORY} has {free / 1e6:,.0f} MB free, a checkpoint needs "
-                        f"{needed / 1e6:,.0f} MB there (docker run --shm-size); checkpoints are written in a "
-                        "thread, which slows training"
-                    )
-        if on_gpu:
-            torch.cuda.current_stream().synchronize()  # torch's stager copies on a stream of its own
-        if not self.stager and self.mode != "disabled":
-            is_shared = self.process is not None
-            self.stager = DefaultStager(StagingOptions(on_gpu, is_shared, is_shared, on_gpu))
-            # torch 2.11 and 2.12 close it after every copy, and then cannot copy again.
-            self.stager._state_dict_stager.close = lambda: None
-        return tensors
 
     def wait_for_staging(self) -> None:
         """Wait until the tensors are copied: to be called before the weights change."""
@@ -170,16 +171,30 @@ class Checkpointer:
             problem = "; ".join(f"rank {rank}: {failure}" for rank, failure in failures[:3])
         except (OSError, RuntimeError) as error:
             problem = str(error)
-        self.last_error = next(filter(None, from_all_ranks(problem)), "")  # of the lowest rank that has one
-        self.failed_step = step if self.last_error else -1
-        if not self.last_error:
+        problem = next(filter(None, from_all_ranks(problem)), "")  # of the lowest rank that has one
+        self.last_error, self.failed_step = problem, step if problem else -1
+        if not problem:
             self.saved_step = step
             logger.info("saved %s", step_folder(self.folder, step))
-            self.prune()
-        elif dist.get_rank() == 0:
+            return self.prune()
+
+        def clear() -> str:
+            """Remove what was written; return the error, the room, and the last complete checkpoint."""
             unfinished = step_folder(self.folder, step)
             shutil.rmtree(unfinished.with_name(unfinished.name + files.INCOMPLETE), ignore_errors=True)
-            logger.warning(f"the checkpoint of step {step} {self._failure()}; training goes on")
+            failure = f"could not be written: {problem}"
+            try:
+                newest = max(complete_steps(self.folder), default=None)
+                free, needed = shutil.disk_usage(self.folder).free / 1e6, self.size / 1e6
+            except (OSError, DataError, Unreadable) as error:  # the folder has vanished, or its disk
+                return f"{failure}; {self.folder} cannot be read: {error}"
+            complete = "none" if newest is None else step_folder(self.folder, newest)
+            room = f"{free:,.0f} MB free in {self.folder}, a checkpoint takes {needed:,.0f} MB"
+            return f"{failure} ({room}); the last complete one: {complete}"
+
+        self.last_error = from_first_rank(clear)
+        if dist.get_rank() == 0:
+            logger.warning(f"the checkpoint of step {step} {self.last_error}; training goes on")
 
     def prune(self) -> None:
         """Remove older checkpoints that a save has not removed; if it fails, retry after the next save."""
@@ -188,19 +203,6 @@ class Checkpointer:
                 files.prune(self.folder, self.keep, self.spared_step)
         except (OSError, DataError, Unreadable) as error:
             logger.warning(f"older checkpoints are not removed, until after the next save: {error}")
-
-    def _failure(self) -> str:
-        """Describe why the last save failed, the free and needed space, and the last complete checkpoint."""
-        try:
-            newest = max(complete_steps(self.folder), default=None)
-            free = shutil.disk_usage(self.folder).free
-        except (OSError, DataError, Unreadable) as error:  # the folder has vanished, or its disk
-            return f"could not be written: {self.last_error}; {self.folder} cannot be read: {error}"
-        return (
-            f"could not be written: {self.last_error} ({free / 1e6:,.0f} MB free in {self.folder}, a "
-            f"checkpoint takes {self.size / 1e6:,.0f} MB); the last complete one: "
-            f"{'none' if newest is None else step_folder(self.folder, newest)}"
-        )
 
     def finish(self, step: int, tensors: dict[str, Tensor]) -> str:
         """Try the save of the last step again where it failed, for half a minute, and close.
@@ -220,7 +222,7 @@ class Checkpointer:
         if self.failed_step != step:
             return ""
         start_again = "start again from there once the cause is removed"
-        return f"{self.folder}: the last checkpoint, of step {step}, {self._failure()}; {start_again}"
+        return f"{self.folder}: the last checkpoint, of step {step}, {self.last_error}; {start_again}"
 
     def close(self) -> None:
         """Wait for the last save, and free the process and the memory of the copies."""
@@ -274,35 +276,6 @@ class Checkpointer:
         on_all_ranks(lambda: files.read_tensors(folder, tensors))
 
 
-def choose_written(tensors: dict[str, Tensor]) -> set[str]:
-    """Return the names of the tensors that this rank writes. Called by all ranks together.
-
-    A shard, or a tensor that several ranks have, is written by the one of them that has the fewest bytes to
-    write so far: the rule by which DCP's planner removes duplicates from the plans of all ranks.
-    """
-    shards = [
-        (item.index.fqn, tuple(item.index.offset or ()), item.tensor_storage_size() or 1)
-        for item in create_default_local_save_plan(tensors, False).items
-    ]
-    is_first, num_ranks = dist.get_rank() == 0, dist.get_world_size()
-    of_ranks: list[Any] = [None] * num_ranks
-    dist.gather_object(shards, of_ranks if is_first else None)
-    names: list[list[str]] = [[] for _ in range(num_ranks)]
-    if is_first:
-        ranks_with: dict[Any, list[int]] = {}
-        for rank, of_rank in enumerate(of_ranks):
-            for shard in of_rank:
-                ranks_with.setdefault(shard, []).append(rank)
-        num_bytes = [0] * num_ranks
-        for (name, _, size), ranks in ranks_with.items():
-            rank = min(ranks, key=num_bytes.__getitem__)
-            num_bytes[rank] += size
-            names[rank].append(name)
-    written: list[Any] = [None]
-    dist.scatter_object_list(written, names if is_first else None)
-    return set(written[0])
-
-
 class Found(NamedTuple):
     """A checkpoint that is not damaged; until `lock` is closed no run removes it."""
 
@@ -314,8 +287,9 @@ def find_undamaged(list_candidates: Callable[[], Iterable[Path]], sets_aside: bo
     """Return the first of the candidates that is not damaged, the same on all ranks; None: there is none.
 
     Called by all ranks together. Rank 0 lists the candidates, and again after a damaged one, because a run
-    may still be writing there. Each rank checks a part of the files of a checkpoint. Raises DataError.
-    sets_aside: damaged ones are renamed.
+    may still be writing there. Each rank checks a part of the files of a checkpoint. sets_aside: damaged
+    ones are renamed. Raises DataError, and Unreadable where errors of reading stay, or a file is missing on
+    some ranks only.
     """
     tried: set[Path] = set()
     locks: list[AbstractContextManager] = [nullcontext()]
@@ -331,42 +305,35 @@ def find_undamaged(list_candidates: Callable[[], Iterable[Path]], sets_aside: bo
         return None
 
     while folder := from_first_rank(choose):
-        try:
-            check_together(folder)
-            return Found(folder, locks[-1])
-        except Damaged as error:
-            aside = from_first_rank(partial(files.set_aside, folder)) if sets_aside else ""
-            logger.warning("%s%s; taking the one before", error, aside)
+        for pause in (*READ_SECONDS, None):
+            try:
+                on_all_ranks(partial(files.check_files, folder, dist.get_rank(), dist.get_world_size()))
+                return Found(folder, locks[-1])
+            except Damaged as error:
+                problem, is_damaged = str(error), True
+                if isinstance(error, Missing):
+                    names = {files.MANIFEST}
+                    with suppress(Damaged, Unreadable):
+                        names |= files.read_manifest(folder)["files"].keys()
+                    missing = from_all_ranks({name for name in names if not (folder / name).exists()})
+                    is_damaged = bool(set.intersection(*missing))
+                if is_damaged:
+                    aside = from_first_rank(partial(files.set_aside, folder)) if sets_aside else ""
+                    logger.warning("%s%s; taking the one before", error, aside)
+                    break
+                problem += " on some ranks, and there on others: is the folder shared by all nodes?"
+            except Unreadable as error:
+                problem = str(error)
+            if pause is None:
+                raise Unreadable(problem)
+            logger.warning("%s; reading it again in %d s", problem, pause)
+            time.sleep(pause)
     return None
 
 
-def check_together(folder: Path) -> None:
-    """Check the files of a checkpoint on all ranks together, again after errors that may pass.
-
-    Raises Damaged, on all ranks; Unreadable where the errors stay, or a file is missing on some ranks only.
-    """
-    for pause in (*READ_SECONDS, None):
-        try:
-            return on_all_ranks(partial(files.check_files, folder, dist.get_rank(), dist.get_world_size()))
-        except Missing as error:
-            names = {files.MANIFEST}
-            with suppress(Damaged, Unreadable):
-                names |= files.read_manifest(folder)["files"].keys()
-            if set.intersection(*from_all_ranks({name for name in names if not (folder / name).exists()})):
-                raise
-            problem = f"{error} on some ranks, and there on others: is the folder shared by all nodes?"
-        except Unreadable as error:
-            problem = str(error)
-        if pause is None:
-            raise Unreadable(problem)
-        logger.warning("%s; reading it again in %d s", problem, pause)
-        time.sleep(pause)
-
-
 def find_checkpoint(key: str, text: str) -> Found:
-    """Return the checkpoint that a key of the configuration names, or the newest in a folder of them.
-
-    Called by all ranks together. Raises ConfigError.
+    """Return the checkpoint that a key of the configuration names, or the newest in a folder of them, on all
+    ranks. Raises ConfigError.
     """
     return find_undamaged(lambda: files.candidates(Path(text))) or refuse(key, text, NO_CHECKPOINT)
 

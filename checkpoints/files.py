@@ -6,8 +6,8 @@
                 step-00000100.damaged/     set aside because a file is not the one of its manifest
 
 A checkpoint is a folder of torch.distributed.checkpoint (DCP) with the run's `config.toml` and a
-`manifest.json`, which has size and CRC-32 of every file. DCP's `.metadata` is a pickle: it is read by an
-unpickler that accepts only a few data classes. An exported model (checkpoints/export.py) has
+`manifest.json`, which has size and CRC-32 of every file. DCP's `.metadata` is a pickle: it is read as
+messages between ranks are, without code. An exported model (checkpoints/export.py) has
 `model.safetensors` instead of DCP's files.
 """
 
@@ -16,7 +16,6 @@ import io
 import json
 import logging
 import os
-import pickle
 import re
 import shutil
 import zlib
@@ -37,7 +36,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from errors import ConfigError, DataError, RunFailed, as_user_error, refuse
+from errors import DataError, RunFailed, as_user_error, require
 from jobs.durable_files import write_durably
 from parallelisms.mesh import copy_part
 from parallelisms.peer_messages import PeerUnpickler
@@ -124,12 +123,12 @@ def read_best(run: Path) -> dict[str, Any]:
     with a warning if it cannot be read.
     """
     file = run / "best" / BEST
-    if not file.exists():
-        return {}
     try:
         best = json.loads(file.read_text())
         if isinstance(best["step"], int) and isinstance(best["value"], float | int):
             return best
+    except FileNotFoundError:
+        return {}
     except (OSError, ValueError, KeyError, TypeError):
         pass
     logger.warning("%s: is damaged; the best checkpoint is not known", file)
@@ -140,15 +139,11 @@ def check_steps(folder: Path, steps: int, saves: bool) -> None:
     """Raise ConfigError if a folder has more steps than the run asks for (nothing would be trained), or has
     checkpoints and the run saves none (it would start over and replace their records).
     """
-    done = complete_steps(folder)
-    if done and not saves:
-        reason = f"{folder} has checkpoints up to step {done[-1]}, and this run would start over"
-        refuse("checkpoint.enable", False, f"{reason}; choose another job.dump_folder")
-    if done and done[-1] > steps:
-        raise ConfigError(
-            f"training.steps = {steps}: {folder} already has step {done[-1]}; "
-            "ask for more steps, choose another job.dump_folder, or remove that folder"
-        )
+    last = max(complete_steps(folder), default=0)
+    reason = f"{folder} has checkpoints up to step {last}, and this run would start over"
+    require(saves or not last, "checkpoint.enable", False, f"{reason}; choose another job.dump_folder")
+    reason = f"{folder} already has step {last}; ask for more steps, choose another job.dump_folder, or "
+    require(last <= steps, "training.steps", steps, f"{reason}remove that folder")
 
 
 # -- the manifest --------------------------------------------------------------------------------------
@@ -208,34 +203,22 @@ def check_files(folder: Path, part: int = 0, parts: int = 1) -> None:
 # -- reading -------------------------------------------------------------------------------------------
 
 
-class MetadataUnpickler(PeerUnpickler):
-    """Unpickler of paths and of those of torch's classes that messages may carry (parallelisms/
-    peer_messages.py): any other could run code, and is refused by name.
-    """
-
-    def find_class(self, module: str, name: str) -> Any:
-        if module.partition(".")[0] in ("torch", "pathlib"):
-            return super().find_class(module, name)
-        raise pickle.UnpicklingError(f"contains {module}.{name}, which is not plain data")
-
-
 class TensorReader(FileSystemReader):
     """DCP's reader, for tensors only."""
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """Read the metadata. Raises Damaged, with the name, for anything except the metadata of tensors."""
+        """Read the metadata, without code that it may contain. Raises Damaged for any but that of tensors."""
         path = Path(self.path) / METADATA
         with read_errors(path):
             content = path.read_bytes()
         try:
-            metadata = MetadataUnpickler(io.BytesIO(content)).load()
-            if not isinstance(metadata, Metadata):
-                raise pickle.UnpicklingError(f"is a {type(metadata).__name__}")
-            for name, entry in metadata.state_dict_metadata.items():
-                if not isinstance(entry, TensorStorageMetadata):
-                    raise pickle.UnpicklingError(f"{name} is no tensor")
+            metadata = PeerUnpickler(io.BytesIO(content)).load()
+            entries = metadata.state_dict_metadata
+            names = [name for name, entry in entries.items() if not isinstance(entry, TensorStorageMetadata)]
         except Exception as error:  # a damaged pickle can raise any error
             raise Damaged(f"{path}: refused: {error}") from None
+        if names:
+            raise Damaged(f"{path}: refused: {names[0]} is no tensor")
         metadata.storage_meta = metadata.storage_meta or StorageMeta()
         metadata.storage_meta.load_id = self.load_id
         return metadata
@@ -321,22 +304,20 @@ def prune(folder: Path, keep: int, spared: int = -1) -> None:
 
 def clear_leftovers(folder: Path) -> None:
     """Make the folder of a run's checkpoints, and delete those that a killed run was writing or deleting; log
-    entries that no run has made.
-
-    A save needs the name of its step: an empty folder with that name is deleted, and one that lacks the
-    files of a checkpoint, as after an interrupted removal, is set aside.
+    entries that no run has made. A save needs the name of its step: an empty folder with that name is
+    deleted, and one that lacks the files of a checkpoint, as after an interrupted removal, is set aside.
     """
     folder.mkdir(parents=True, exist_ok=True)
     for path in sorted(folder.iterdir()):
         if path.is_symlink() or not path.is_dir() or not OWN_NAME.match(path.name):
             logger.warning("%s: was not made by a run; left alone", path)
+        elif path.name.endswith((INCOMPLETE, DELETING)):
+            logger.warning("%s: left by a run that was stopped; removed", path)
+            shutil.rmtree(path)
         elif COMPLETE.match(path.name) and not any(path.iterdir()):
             path.rmdir()
         elif COMPLETE.match(path.name) and not is_checkpoint(path):
             logger.warning("%s: lacks files of a checkpoint%s", path, set_aside(path))
-        elif path.name.endswith((INCOMPLETE, DELETING)):
-            logger.warning("%s: left by a run that was stopped; removed", path)
-            shutil.rmtree(path)
 
 
 def set_aside(folder: Path) -> str:

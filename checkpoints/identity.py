@@ -74,39 +74,37 @@ class Identity:
         except (tomli.TOMLDecodeError, UnicodeDecodeError) as error:
             raise Damaged(f"{path}: {error}") from None
         if (name := values["model"]["name"]) not in MODELS and ":" not in name:
-            raise ConfigError(
-                f"{folder}: its model.name = {name!r} is not in this version: {', '.join(MODELS)}"
-            )
+            known = ", ".join(MODELS)
+            raise ConfigError(f"{folder}: its model.name = {name!r} is not in this version: {known}")
         manifest = read_manifest(folder)
         return cls(folder, values, manifest.get("identity", {}), manifest["crc32"])
 
     @property
     def statistics(self) -> Numbers | None:
-        """Mean, standard deviation and standard deviation of the change of each variable."""
         return self.more.get("statistics")
 
     @property
     def grid(self) -> Grid | None:
-        """Grid of the fields."""
         return Grid(**self.more["grid"]) if "grid" in self.more else None
 
     def check(self, config: Config, way_out: str, selection: Selection | None = None) -> None:
         """Raise ConfigError if `config`, or the data, give these weights another meaning."""
         ours, theirs = meaning(plain(config)), meaning(self.values)
         self._compare({key: (ours.get(key), theirs.get(key)) for key in theirs | ours}, way_out)
-        if selection and self.more:
-            archive, pairs = selection.archive, {}
-            if self.grid and not self.grid.same_as(archive.grid):
-                pairs["the grid of data.path"] = format_grid(archive.grid), format_grid(self.grid)
-            for name, unit in self.more["units"].items():
-                if plain_units(archive.units(name)) != plain_units(unit):
-                    pairs[f"the units of {name} in data.path"] = archive.units(name), unit
-            for name, numbers in self.more.get("static", {}).items():
-                here = static_numbers(selection.static[name])
-                if not np.allclose(here, numbers, rtol=1e-3, atol=1e-3 * numbers[1]):
-                    texts = [f"mean {mean:.5g}, deviation {std:.5g}" for mean, std, *_ in (here, numbers)]
-                    pairs[f"the field {name}"] = texts[0], texts[1]
-            self._compare(pairs, f"read data with the same, or {way_out}")
+        if selection is None or not self.more:
+            return
+        archive, pairs = selection.archive, {}
+        if self.grid and not self.grid.same_as(archive.grid):
+            pairs["the grid of data.path"] = describe_grid(archive.grid), describe_grid(self.grid)
+        for name, unit in self.more["units"].items():
+            if plain_units(archive.units(name)) != plain_units(unit):
+                pairs[f"the units of {name} in data.path"] = archive.units(name), unit
+        for name, numbers in self.more.get("static", {}).items():
+            here = static_numbers(selection.static[name])
+            if not np.allclose(here, numbers, rtol=1e-3, atol=1e-3 * numbers[1]):
+                texts = [f"mean {mean:.5g}, deviation {std:.5g}" for mean, std, *_ in (here, numbers)]
+                pairs[f"the field {name}"] = texts[0], texts[1]
+        self._compare(pairs, f"read data with the same, or {way_out}")
 
     def check_model(self, config: Config, way_out: str) -> None:
         """Check the model alone, which may have more layers and other channels: for fine-tuning."""
@@ -127,7 +125,7 @@ class Identity:
                 raise ConfigError(f"{key} = {ours!r}: {self.folder} was trained with {theirs!r}; {way_out}")
 
 
-def format_grid(grid: Grid) -> str:
+def describe_grid(grid: Grid) -> str:
     corners = [f"{axis[0]:g} to {axis[-1]:g}" for axis in (grid.latitude, grid.longitude)]
     return f"{grid.shape[0]} x {grid.shape[1]}, latitudes {corners[0]}, longitudes {corners[1]}"
 

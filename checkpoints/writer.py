@@ -6,7 +6,6 @@ final name. DCP raises an error of one rank on all of them.
 """
 
 import atexit
-import ctypes
 import io
 import logging
 import os
@@ -19,7 +18,6 @@ import zlib
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
 from multiprocessing import resource_tracker
 from pathlib import Path
 from typing import Any, cast
@@ -35,6 +33,7 @@ from torch.futures import Future
 from checkpoints.files import DELETING, INCOMPLETE, Files, Unreadable, prune, write_manifest
 from errors import STOP_SIGNALS, DataError
 from jobs.durable_files import sync_folder, write_durably
+from jobs.signals import TRAINER, end_with_trainer
 from parallelisms.mesh import from_first_rank
 from parallelisms.peer_messages import use_plain_messages
 
@@ -123,31 +122,23 @@ class CheckpointWriter(FileSystemWriter):
 # -- torch's checkpoint process ------------------------------------------------------------------------
 
 
-@dataclass
 class ProcessGroupInfo:
     """Description of the group that the checkpoint processes of all ranks form (_ProcessGroupInitInfo).
 
     Torch's own would make the processes meet at a store that listens on all interfaces.
     """
 
-    local_rank: int
-    global_rank: int
-    world_size: int
-    tcp_store_master_addr: str
-    tcp_store_master_port: int
-    use_prefix_store: bool = True  # of a store that rank 0 keeps
-    disable_automatic_gc: bool = False
-    disable_manual_gc: bool = False
-    trainer: int = field(default_factory=os.getpid)  # process id, to notice when the trainer has ended
+    def __init__(self, address: str, port: int) -> None:
+        """address, port: of a store that rank 0 keeps."""
+        self.local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+        self.global_rank, self.world_size = dist.get_rank(), dist.get_world_size()
+        self.tcp_store_master_addr, self.tcp_store_master_port = address, port
+        self.use_prefix_store, self.disable_automatic_gc, self.disable_manual_gc = True, False, False
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Called in the new process before anything else runs there."""
         vars(self).update(state)
-        # PR_SET_PDEATHSIG: this process is killed with the thread that has started it. After the trainer was
-        # killed it must not write into the folder of the next run.
-        ctypes.CDLL(None).prctl(1, signal.SIGKILL)
-        if os.getppid() != self.trainer:  # which has ended before that
-            os._exit(1)
+        end_with_trainer()
         logging.disable(logging.WARNING)  # torch logs every request and tensor; errors go to the trainer
         # When the trainer has ended, multiprocessing would print the EOFError of its pipe.
         sys.stderr = open(os.devnull, "w")
@@ -181,12 +172,11 @@ class CheckpointProcess:
             self.store.append(TCPStore(address, port, **options, master_listen_fd=listener.detach()))
             return address, port
 
-        address, port = from_first_rank(open_store)
-        local_rank = int(os.environ.get("LOCAL_RANK", "0"))
-        info: Any = ProcessGroupInfo(local_rank, dist.get_rank(), dist.get_world_size(), address, port)
+        info: Any = ProcessGroupInfo(*from_first_rank(open_store))
         resource_tracker.ensure_running()  # at its first start it unblocks SIGINT and SIGTERM in its thread
         # The thread inherits what is blocked, and the process from the thread.
         blocked = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
+        os.environ[TRAINER] = str(os.getpid())
         self.thread = ThreadPoolExecutor(1)  # with which the process would end
         self.started = self.thread.submit(_async_process_executor._AsyncCheckpointProcess, info)
         signal.pthread_sigmask(signal.SIG_SETMASK, blocked)

@@ -12,7 +12,6 @@ about 3.5 GiB of memory at most. Exit codes: 0, 1 an error of the disk or a lost
 from errors import (
     DataError,
     RunFailed,
-    module_command,
     one_line_errors,
     print_message,
     refuse,
@@ -715,8 +714,8 @@ def check_first_start(data: Data, size: int = 0) -> None:
     """Raise ConfigError with the command where a start does not convert: on several nodes, by ranks, too
     much.
     """
-    command = module_command("datasets.convert", "--job.config_file", "FILE")
-    fix = "convert it first, with the configuration and options of this run: " + command
+    fix = "convert it first, with the configuration and options of this run: "
+    fix += ".venv/bin/python -m datasets.convert --job.config_file FILE"
     if int(os.environ.get("NNODES", "1")) > 1 or int(os.environ.get("WORLD_SIZE", "1")) > 1:
         reason = f"it is no training store, and several processes have started; {fix}"
         refuse("data.path", data.path, reason)

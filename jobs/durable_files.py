@@ -1,12 +1,16 @@
-"""Atomic writing of files: to a temporary name, flushed, then renamed.
-
-A kill or a full disk leaves the file that was there before.
+"""Files that a kill or a full disk leaves whole: written to a temporary name, flushed, then renamed; and
+metrics.jsonl, one object a line.
 """
 
+import json
+import logging
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
+
+logger = logging.getLogger(__name__)
 
 
 @contextmanager
@@ -52,3 +56,54 @@ def sync_folder(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+class Journal:
+    """The records of a run, written by one rank. Lines that do not fit on a full disk are written later."""
+
+    def __init__(self, path: Path) -> None:
+        self.path, self.waiting = path, []
+
+    def write(self, *records: dict[str, Any]) -> None:
+        """Append records, and those that could not be written before."""
+        self.waiting += [json.dumps(record) + "\n" for record in records]
+        try:
+            if self.waiting:
+                append_whole(self.path, "".join(self.waiting))
+                self.waiting = []
+        except OSError as error:
+            if len(self.waiting) == 1:
+                logger.warning("%s: %s; its lines are kept until they can be written", self.path, error)
+
+    def forget_after(self, step: int, key: str = "") -> int:
+        """Drop the records of later steps, which will be repeated, and that of `step` if it has the key.
+
+        Returns the last recorded step, 0: none.
+        """
+        self.close()
+        records = read_records(self.path)
+        remain = [r for r in records if r["step"] < step or (r["step"] == step and not (key and key in r))]
+        try:
+            if records:
+                write_durably(self.path, "".join(json.dumps(record) + "\n" for record in remain))
+        except OSError as error:
+            logger.warning("%s: %s; the records of repeated steps could not be removed", self.path, error)
+        return max((record["step"] for record in records), default=0)
+
+    def close(self) -> None:
+        self.write()
+        if self.waiting:
+            logger.warning("%s: its last %d lines could not be written", self.path, len(self.waiting))
+
+
+def read_records(path: Path) -> list[dict[str, Any]]:
+    """Return all complete records; lines that a kill or a full disk has cut are counted and skipped."""
+    records, lines = [], path.read_text(errors="replace").splitlines() if path.exists() else []
+    for line in lines:
+        with suppress(ValueError):
+            record = json.loads(line)
+            if isinstance(record, dict) and isinstance(record.get("step"), int):
+                records.append(record)
+    if torn := len(lines) - len(records):
+        logger.warning("%s: %d incomplete lines are skipped", path, torn)
+    return records

@@ -24,8 +24,8 @@ class Activity:
 
     def restart(self) -> None:
         """Begin a run."""
-        self.step, self.phases, self.since = 0, ("start",), time.monotonic()
         self.long_seconds = 0.0  # in validations and saves so far
+        self.start_phase("start", 0)
 
     def progress(self) -> None:
         """Restart the time that the rank may take."""
@@ -33,33 +33,22 @@ class Activity:
 
     def start_phase(self, name: str, step: int) -> None:
         """Set the outermost phase: "start", "train" at each step, "end"."""
-        self.step, self.phases = step, (name,)
-        self.progress()
+        self.step, self.phases, self.since = step, (name,), time.monotonic()
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
         """Mark a phase inside the present ones."""
-        outer, self.phases, started = self.phases, (*self.phases, name), time.monotonic()
-        self.progress()
+        outer, started = self.phases, time.monotonic()
+        self.phases, self.since = (*outer, name), started
         try:
             yield
         finally:
-            self.phases = outer
-            self.progress()
+            self.phases, self.since = outer, time.monotonic()
             if name in LONG_PHASES and not LONG_PHASES & set(outer):
                 self.long_seconds += self.since - started
 
-    def limit(self, short: float, long: float) -> float:
-        """Return the seconds without progress that the present phase may take."""
-        return long if LONG_PHASES & set(self.phases) else short
-
     def describe_phase(self) -> str:
         return "/".join(self.phases[1:]) or self.phases[0]
-
-    @property
-    def seconds(self) -> float:
-        """Seconds since the last progress."""
-        return time.monotonic() - self.since
 
     def waits_for_others(self) -> bool:
         """Return True while the main thread waits for other ranks: in a collective, or for the device."""

@@ -2,18 +2,12 @@
 
 import logging
 import sys
-import traceback
 import warnings
-from typing import Any
+from traceback import format_exception
 
 from tqdm import tqdm
 
 from errors import without_secrets
-
-
-def print_without_secrets(kind: type[BaseException], error: BaseException, trace: Any) -> None:
-    text = "".join(traceback.format_exception(kind, error, trace))
-    print(without_secrets(text), end="", file=sys.stderr)
 
 
 class LogHandler(logging.StreamHandler):
@@ -30,7 +24,7 @@ class LogHandler(logging.StreamHandler):
 def start_logging(is_first: bool) -> None:
     """Log all messages of rank 0, one line each; of other ranks warnings and errors only."""
     logging.basicConfig(handlers=[LogHandler()], format="%(asctime)s  %(message)s", datefmt="%H:%M:%S")
-    sys.excepthook = print_without_secrets
+    sys.excepthook = lambda *error: sys.stderr.write(without_secrets("".join(format_exception(*error))))
     logging.getLogger().setLevel(logging.INFO if is_first else logging.WARNING)
     # Known warnings of every rank: gloo has no all-to-all, a mesh of two axes is reduced one axis after the
     # other, and nothing here writes into the output of FSDP's modules.

@@ -58,7 +58,6 @@ class Agreement:
         self.ending: tuple[str, int] | None = None  # last line and exit code after the last save
         self.asked = torch.zeros((), dtype=torch.int64)  # the largest request of any rank
         self.exchange: dist.Work | None = None
-        self.validation_group = None if self.is_single else dist.new_group(backend="gloo")  # as above
         handle_stop_signals(self._on_signal)
 
     def close(self) -> None:
@@ -131,6 +130,8 @@ class Agreement:
         if self.is_single:
             self.asked = own
         self.stop = self._reason(int(self.asked))
+        if self.stop and not self.request:  # of another rank, or of the time: not logged yet
+            logger.info(f"{self.stop} in step {activity.step}: the run saves and ends")
         if not self.stop and not self.is_single:
             self.asked = own
             self.exchange = dist.all_reduce(self.asked, dist.ReduceOp.MAX, self.group, async_op=True)
@@ -140,9 +141,11 @@ class Agreement:
         """Return True on all ranks if one of them was asked to stop, or the time is over: the run has saved
         before the validation, ends at once, and validates after the next start.
         """
+        if self.exchange:  # of the last step boundary; `decide` reads the answer
+            self.exchange.wait()
+            self.exchange = None
         asked = self._requested(0.0)
-        if self.validation_group:
-            dist.all_reduce(asked, dist.ReduceOp.MAX, self.validation_group)
+        dist.all_reduce(asked, dist.ReduceOp.MAX, self.group)
         self.stop = self._reason(int(asked))
         return bool(self.stop)
 

@@ -4,29 +4,24 @@ run_train.sh and jobs/torchrun.py start programs with these signals blocked, so 
 handler: `handle_stop_signals` unblocks them.
 """
 
+import ctypes
 import os
 import signal
 import socket
 import threading
-from collections.abc import Sequence
 from typing import Any
 
-from errors import (
-    EXIT_SAVED,
-    FAILED,
-    INTERRUPTED,
-    SIGNALLED,
-    STOP_SIGNALS,
-    attempt_folder,
-    exit_now,
-    is_reporting_rank,
-)
+import errors
+from errors import EXIT_SAVED, INTERRUPTED, STOP_SIGNALS
+
+TRAINER = "ROSSBY_TRAINER"  # environment variable of a trainer's processes: its process id
 
 
-def handle_stop_signals(handler: Any, numbers: Sequence[int] = STOP_SIGNALS) -> None:
-    """Set the handler (or SIG_IGN) of signals that ask a program to end, and unblock them."""
-    for number in numbers:
-        signal.signal(number, handler)
+def handle_stop_signals(handler: Any, *only: int) -> None:
+    """Set the handler (or SIG_IGN) of signals that ask a program to end, or of some, and unblock them."""
+    for number in STOP_SIGNALS:
+        if number in only or not only:
+            signal.signal(number, handler)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
 
 
@@ -35,18 +30,19 @@ def end_at_signals(trains: bool = False) -> None:
     the run handles them itself.
     """
     has_ended = threading.Lock()
+    os.environ.pop(TRAINER, None)  # of a program that has started this one
 
     def end(number: int, _: object) -> None:
         if not has_ended.acquire(blocking=False):
             return  # another signal, or another thread
         text, code = describe_early_end(number) if trains else ("interrupted", INTERRUPTED)
         if is_of_torchelastic(number):
-            exit_now(FAILED)
-        if is_reporting_rank():
+            errors.exit_now(errors.FAILED)
+        if errors.is_reporting_rank():
             os.write(2, f"rossby: {text}\n".encode())  # print fails where the signal interrupted a print
-        exit_now(code)
+        errors.exit_now(code)
 
-    handle_stop_signals(end, STOP_SIGNALS if trains else [n for n in STOP_SIGNALS if n == signal.SIGINT])
+    handle_stop_signals(end, *(() if trains else (signal.SIGINT,)))
 
 
 def describe_early_end(number: int) -> tuple[str, int]:
@@ -60,8 +56,18 @@ def is_of_torchelastic(number: int) -> bool:
     """Return True for a SIGTERM that the launcher has not forwarded: torchelastic sends it to all ranks when
     one of them has failed, which is reported elsewhere.
     """
-    folder = attempt_folder()
-    return number == signal.SIGTERM and folder is not None and not (folder / SIGNALLED).exists()
+    folder = errors.attempt_folder()
+    return number == signal.SIGTERM and folder is not None and not (folder / errors.SIGNALLED).exists()
+
+
+def end_with_trainer() -> None:
+    """Let this process, which a trainer has started, end with it: after a kill it must not write into the
+    folder of the next run.
+    """
+    if TRAINER in os.environ:  # else it is a process of a conversion, before the run
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG, with the thread that has started it
+        if os.environ[TRAINER] != str(os.getppid()):  # which has ended before that
+            os._exit(1)
 
 
 def signal_socket() -> socket.socket:

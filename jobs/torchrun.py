@@ -16,22 +16,8 @@ from contextlib import suppress
 from pathlib import Path
 from tempfile import mkdtemp
 
-from errors import (
-    BAD_INPUT,
-    ENDED,
-    EXIT_SAVED,
-    FAILED,
-    INTERRUPTED,
-    REPORTED,
-    SAVED,
-    SIGNALLED,
-    STOP_SIGNALS,
-    RunFailed,
-    exit_now,
-    one_line_errors,
-    print_message,
-    refuse,
-)
+import errors
+from errors import EXIT_SAVED, STOP_SIGNALS, RunFailed, print_message
 from jobs.signals import describe_early_end, end_at_signals, handle_stop_signals, signal_socket
 
 if __name__ == "__main__":
@@ -68,8 +54,7 @@ class Node(StaticTCPRendezvous):
             raise SystemExit(EXIT_SAVED)
         Node.attempt += 1
         if self.attempt:
-            reason = "a rank has failed, all start again from the last checkpoint"
-            print_message(f"restart {self.attempt}: {reason}")
+            print_message(f"restart {self.attempt}: a rank has failed, all resume from the last checkpoint")
         elif self.rank == 0:
             listener = socket.create_server((self.master_addr, self.master_port), backlog=2048)
             self.master_port = listener.getsockname()[1]
@@ -92,11 +77,11 @@ def forward_signals(numbers: socket.socket) -> None:
     """
     while True:
         (number,) = numbers.recv(1)
-        if attempts(ENDED):
+        if attempts(errors.ENDED):
             continue
         again, Node.stopping = number == signal.SIGINT and Node.stopping, True
         for folder in attempts():
-            (folder / SIGNALLED).touch()
+            (folder / errors.SIGNALLED).touch()
         ranks = [int(rank) for rank in Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()]
         for rank in ranks:
             with suppress(ProcessLookupError):
@@ -108,10 +93,10 @@ def forward_signals(numbers: socket.socket) -> None:
                     os.kill(rank, signal.SIGKILL)
         if again or not ranks:
             text, code = describe_early_end(number)
-            if not attempts(REPORTED):
+            if not attempts(errors.REPORTED):
                 print_message("interrupted again: ended without a save" if again else text)
             shutil.rmtree(Node.log_folder, ignore_errors=True)
-            exit_now(code)
+            errors.exit_now(code)
 
 
 def run_ranks(argv: list[str]) -> int:
@@ -124,7 +109,7 @@ def run_ranks(argv: list[str]) -> int:
         with suppress(OSError):
             if socket.gethostbyname(host) == DEBIANS_HOST:
                 reason = f"on this node {host} is {DEBIANS_HOST}, which no other node reaches (/etc/hosts)"
-                refuse("RDZV_ENDPOINT", args.rdzv_endpoint, f"{reason}; name another address")
+                errors.refuse("RDZV_ENDPOINT", args.rdzv_endpoint, f"{reason}; name another address")
     try:
         run(args)
     except ChildFailedError as error:
@@ -132,22 +117,19 @@ def run_ranks(argv: list[str]) -> int:
         codes = {failure.exitcode for failure in error.failures.values()}
         if Node.stopping:  # the signal came during the start, when some ranks did not handle it yet
             codes |= {EXIT_SAVED for code in codes if -code in STOP_SIGNALS}
-        if known := [code for code in (BAD_INPUT, INTERRUPTED, EXIT_SAVED) if code in codes]:
+        if known := [code for code in (errors.BAD_INPUT, errors.INTERRUPTED, EXIT_SAVED) if code in codes]:
             return known[0]
-        name, is_killed = f"rank {rank} (pid {first.pid})", first.exitcode < 0
-        if not attempts(REPORTED):
-            how = f"was killed by {first.signal_name()}" if is_killed else f"ended with {first.exitcode}"
-            print_message(f"{name} {how}")
-        elif is_killed:  # a detail: a rank has already reported that this one has ended
-            print(f"  {name} was killed by {first.signal_name()}", file=sys.stderr)
-        return FAILED
+        how = f"was killed by {first.signal_name()}" if first.exitcode < 0 else f"ended with {first.exitcode}"
+        if not attempts(errors.REPORTED):
+            print_message(f"rank {rank} (pid {first.pid}) {how}")
+        elif first.exitcode < 0:  # a detail: a rank has already reported that this one has ended
+            print(f"  rank {rank} (pid {first.pid}) {how}", file=sys.stderr)
+        return errors.FAILED
     except (DistError, OSError) as error:
         reason = f"{type(error).__name__}: {str(error).splitlines()[0]}"
-        if Node.have_met:
-            raise RunFailed(f"the launcher of the ranks failed ({reason})") from None
-        place = f"RDZV_ENDPOINT = {args.rdzv_endpoint!r}"
-        raise RunFailed(f"{place}: the nodes did not meet there: {reason}") from None
-    return EXIT_SAVED if attempts(SAVED) else 0
+        where = f"RDZV_ENDPOINT = {args.rdzv_endpoint!r}: the nodes did not meet there"
+        raise RunFailed(f"{'the launcher failed' if Node.have_met else where}: {reason}") from None
+    return EXIT_SAVED if attempts(errors.SAVED) else 0
 
 
 def main() -> None:
@@ -159,13 +141,13 @@ def main() -> None:
     signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
     logging.getLogger("torch.distributed").setLevel(logging.CRITICAL)  # what ranks report is enough
     rendezvous_handler_registry.register(BACKEND, Node)
-    with one_line_errors():
+    with errors.one_line_errors():
         try:
             code = run_ranks([f"--log-dir={Node.log_folder}", *sys.argv[1:]])
             handle_stop_signals(signal.SIG_IGN)  # the code is known
         finally:
             shutil.rmtree(Node.log_folder, ignore_errors=True)
-    exit_now(code)  # a further signal would end Python's shutdown with another code
+    errors.exit_now(code)  # a further signal would end Python's shutdown with another code
 
 
 if __name__ == "__main__":

@@ -30,20 +30,11 @@ from typing import Any, NoReturn
 import torch.distributed as dist
 from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[reportPrivateImportUsage]
 
+import errors
 from config import Comm
-from errors import (
-    EXIT_SAVED,
-    FAILED,
-    end_process,
-    exit_code,
-    exit_now,
-    is_reporting_rank,
-    one_line,
-    print_message,
-    without_secrets,
-)
+from errors import FAILED, print_message
 from jobs.durable_files import write_durably
-from jobs.heartbeat import activity
+from jobs.heartbeat import LONG_PHASES, activity
 from jobs.signals import signal_socket
 
 INTERVAL = 1.0  # seconds between heartbeats
@@ -160,13 +151,12 @@ class Watchdog:
 
     def write_status(self, exit_code: int | None, message: str = "") -> None:
         """Write status.json, once the run's folder is this run's. exit_code: None while the run goes on."""
-        if not self.owns_folder:
-            return
         status = {"exit_code": exit_code, "step": activity.step, "message": message.partition("\n")[0]}
         status |= {"time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())}
         status |= {"restart": int(self.attempt), "ranks": self.world_size} | self.comparison
         try:
-            write_durably(self.folder / "status.json", json.dumps(status, indent=1) + "\n")
+            if self.owns_folder:
+                write_durably(self.folder / "status.json", json.dumps(status, indent=1) + "\n")
         except OSError as error:
             if not self.is_unwritable:  # said once
                 print_message(f"{self.folder}: status.json is not written: {error}")
@@ -180,22 +170,15 @@ class Watchdog:
 
     def heartbeat(self) -> Heartbeat:
         """Return the state of this rank."""
-        limit = activity.limit(self.short_limit if self.trained else self.long_limit, self.long_limit)
+        is_long = not self.trained or LONG_PHASES & set(activity.phases)
+        limit = self.long_limit if is_long else self.short_limit
         if self.world_size == 1 and activity.phases[-1] == "data":
             limit = self.long_limit  # remote data are asked for again; no rank waits for this one
         if self.world_size == 1 and activity.phases == ("start",):
             limit = float("inf")  # while the statistics of a large archive are computed
-        return Heartbeat(
-            self.rank,
-            socket.gethostname(),
-            os.getpid(),
-            activity.step,
-            activity.describe_phase(),
-            activity.seconds,
-            limit,
-            activity.waits_for_others() or self.lost,
-            self.lost,
-        )
+        host, waits = socket.gethostname(), activity.waits_for_others() or self.lost
+        phase, seconds = activity.describe_phase(), time.monotonic() - activity.since
+        return Heartbeat(self.rank, host, os.getpid(), activity.step, phase, seconds, limit, waits, self.lost)
 
     def silence(self, is_lost: bool = False) -> float:
         """Return the seconds without a heartbeat after which a rank is taken for dead.
@@ -212,7 +195,7 @@ class Watchdog:
     def _watch(self) -> None:
         while not self.stopped.is_set():
             if self.has_launcher and os.getppid() != self.parent:
-                exit_now(FAILED)  # the launcher was killed: nothing else would end this rank
+                errors.exit_now(FAILED)  # the launcher was killed: nothing else would end this rank
             try:
                 self.exchange()
                 self.contact = time.monotonic()
@@ -222,10 +205,10 @@ class Watchdog:
                 closed = bool(self.last) and isinstance(error, ConnectionRefusedError)
                 silent = time.monotonic() - self.contact
                 if silent > self.silence(self.lost or closed):
-                    where = f"rank 0's host, {os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+                    host = f"rank 0's host, {os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
                     reason = f"for {silent:.0f} s: link or host down, or rank 0 has ended"
                     self.end(
-                        f"no answer from {where}, {reason}; rank {self.rank} ends in step {activity.step}"
+                        f"no answer from {host}, {reason}; rank {self.rank} ends in step {activity.step}"
                     )
             if self.end_later and time.monotonic() > self.end_later[0]:
                 self.end(*self.end_later[1:])
@@ -240,9 +223,7 @@ class Watchdog:
         all ranks, the others rank 0's. Raises DistError or OSError where the store does not answer.
         """
         mine = self.heartbeat()
-        if self.world_size == 1:
-            return self._judge([mine])
-        if self.store is None:
+        if self.world_size > 1 and self.store is None:
             address = (os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
             socket.create_connection(address, timeout=STORE_SECONDS).close()  # torch would print C++ frames
             store = TCPStore(*address, is_master=False, timeout=timedelta(seconds=STORE_SECONDS))
@@ -254,89 +235,77 @@ class Watchdog:
                     connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, seconds)
             store.compare_set(f"watchdog/{self.attempt}/shutdown", "", NO_REASON)
             self.store = PrefixStore(f"watchdog/{self.attempt}", store)
-        self.store.set(f"rank/{self.rank}", json.dumps(asdict(mine)))
-        ranks = [0] if self.rank else range(self.world_size)
-        for rank in ranks:
-            if rank not in self.last:  # a key that is not there would be waited for
-                self.store.compare_set(f"rank/{rank}", "", json.dumps(asdict(Heartbeat(rank))))
-        reason, *texts = self.store.multi_get(["shutdown", *(f"rank/{rank}" for rank in ranks)])
-        if reason.decode() != NO_REASON:
-            self.end("", int(reason.split()[0]))
-        heartbeats, now = [], time.monotonic()
-        for rank, text in zip(ranks, texts, strict=True):
-            if self.last.get(rank, (b"", 0.0))[0] != text:
-                self.last[rank] = (text, now)
-            heartbeats.append(replace(Heartbeat(**json.loads(text)), silent=now - self.last[rank][1]))
-        if self.rank == 0:
-            self._judge(heartbeats)
-        elif heartbeats[0].silent > max(self.silence(mine.lost or heartbeats[0].lost), NO_HEARTBEAT):
-            self._judge(heartbeats)
-
-    def _judge(self, ranks: list[Heartbeat]) -> None:
-        if stalled := find_stalled_ranks(ranks, self.silence(any(rank.lost for rank in ranks) or self.lost)):
-            self.end(f"{format_report(*stalled)}; stacks: {self.folder / 'hang'}")
+        heartbeats = [mine]
+        if self.store:
+            self.store.set(f"rank/{self.rank}", json.dumps(asdict(mine)))
+            ranks = [0] if self.rank else range(self.world_size)
+            for rank in ranks:
+                if rank not in self.last:  # a key that is not there would be waited for
+                    self.store.compare_set(f"rank/{rank}", "", json.dumps(asdict(Heartbeat(rank))))
+            reason, *texts = self.store.multi_get(["shutdown", *(f"rank/{rank}" for rank in ranks)])
+            if reason.decode() != NO_REASON:
+                self.end("", int(reason.split()[0]))
+            heartbeats, now = [], time.monotonic()
+            for rank, text in zip(ranks, texts, strict=True):
+                if self.last.get(rank, (b"", 0.0))[0] != text:
+                    self.last[rank] = (text, now)
+                heartbeats.append(replace(Heartbeat(**json.loads(text)), silent=now - self.last[rank][1]))
+        silence = self.silence(self.lost or any(rank.lost for rank in heartbeats))
+        if self.rank == 0 or heartbeats[0].silent > max(silence, NO_HEARTBEAT):
+            if stalled := find_stalled_ranks(heartbeats, silence):
+                self.end(f"{format_report(*stalled)}; stacks: {self.folder / 'hang'}")
 
     # -- the end
 
     def end(self, message: str, code: int = FAILED) -> NoReturn:
-        """End this rank and all others. If several ranks have a message, only the first is reported.
+        """End this rank and all others. If several ranks have a message, only the first is reported: the one
+        that sets the shutdown reason, or the first of its host where the store does not answer.
 
         Where the thread of the watchdog calls it, the main thread may hang: its stack is written.
         """
         if not self.ends.acquire(blocking=False):
             time.sleep(2 * EXPLAIN_SECONDS)  # the other thread of this rank ends the process
-        if message and self._is_first(code):
+        is_first = bool(message)
+        # Without its host a store may never answer.
+        if is_first and self.store and time.monotonic() - self.contact < STORE_SECONDS:
+            mine = f"{code} {self.rank}"
+            with suppress(dist.DistError):  # it has ended with rank 0
+                is_first = self.store.compare_set("shutdown", NO_REASON, mine).decode() == mine
+        if is_first and errors.is_reporting_rank():
             print_message(message)
             self.write_status(code, message)
         if code == FAILED and threading.current_thread() is self.thread:
-            self._write_stacks()
+            # The stacks of all threads, and what NCCL's flight recorder has, for torchfrtrace.
+            c10d, folder = importlib.import_module("torch._C._distributed_c10d"), self.folder / "hang"
+            try:
+                folder.mkdir(parents=True, exist_ok=True)
+                with (folder / f"rank-{self.rank}.txt").open("w") as file:
+                    if self.loss:  # of the collective that has ended; the main thread is not in it any more
+                        text = "".join(traceback.format_exception(self.loss))
+                        print(errors.without_secrets(text), file=file, flush=True)
+                    faulthandler.dump_traceback(file, all_threads=True)
+                if dump := getattr(c10d, "_dump_nccl_trace", None):  # in builds for CUDA
+                    (folder / f"nccl_{self.rank}").write_bytes(dump())
+            except OSError as error:
+                print_message(f"{self.folder}: no stacks written: {error}")
         # Without a launcher the store is this process or rank 0's, which waits until all have the reason.
         if self.store and not self.has_launcher:
+            deadline = time.monotonic() + LINGER_SECONDS
             with suppress(dist.DistError):
-                deadline, number = (
-                    time.monotonic() + LINGER_SECONDS,
-                    self.store.add("left", int(self.rank > 0)),
-                )
+                number = self.store.add("left", int(self.rank > 0))
                 while self.rank == 0 and number < self.world_size - 1 and time.monotonic() < deadline:
                     time.sleep(0.1)
                     number = self.store.add("left", 0)
-        if self.store is None and code == EXIT_SAVED and self.world_size > 1:
-            exit_now(code)  # not 0, which a launcher would take for the end of this rank alone
-        end_process(code)
-
-    def _is_first(self, code: int) -> bool:
-        """Return True on the one rank that reports: it sets the shutdown reason, or is the first of its host
-        where the store does not answer.
-        """
-        reason = f"{code} {self.rank}"
-        # Without its host a store may never answer.
-        if self.store and time.monotonic() - self.contact < STORE_SECONDS:
-            with suppress(dist.DistError):  # it has ended with rank 0
-                if self.store.compare_set("shutdown", NO_REASON, reason).decode() != reason:
-                    return False
-        return is_reporting_rank()
-
-    def _write_stacks(self) -> None:
-        """Write the stacks of all threads, and what NCCL's flight recorder has, for torchfrtrace."""
-        c10d, folder = importlib.import_module("torch._C._distributed_c10d"), self.folder / "hang"
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-            with (folder / f"rank-{self.rank}.txt").open("w") as file:
-                if self.loss:  # of the collective that has ended; the main thread is not in it any more
-                    file.write(without_secrets("".join(traceback.format_exception(self.loss))) + "\n")
-                    file.flush()
-                faulthandler.dump_traceback(file, all_threads=True)
-            if dump := getattr(c10d, "_dump_nccl_trace", None):  # in builds for CUDA
-                (folder / f"nccl_{self.rank}").write_bytes(dump())
-        except OSError as error:
-            print_message(f"{self.folder}: no stacks written: {error}")
+        if self.store is None and code == errors.EXIT_SAVED and self.world_size > 1:
+            errors.exit_now(code)  # not 0, which a launcher would take for the end of this rank alone
+        errors.end_process(code)
 
     def end_with(self, error: Exception) -> None:
         """End this rank and all others with an exception of the main thread. A single rank returns.
 
         A broken connection is caused by another rank, which the shutdown reason names.
         """
-        text, code = one_line(error), exit_code(error)
+        text, code = errors.one_line(error), errors.exit_code(error)
         message = text or f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
         if self.world_size == 1:
             self.write_status(code, message)

@@ -1,25 +1,37 @@
-"""Checks that need this machine and the data. run_train.sh runs them before any rank starts.
+"""Checks that need this machine and the data, and the report of a run whose memory is not enough.
 
     .venv/bin/python -m planning.start_checks --job.config_file F --section.key value
 
-Configuration, data, devices, the run's folder, a resume, room on the disk for all checkpoints; a warning
-where the planner expects too much memory. NGPU and NNODES give the number of ranks. Exit codes: 0,
-2 a check fails.
+run_train.sh runs them before any rank starts: configuration, data, devices, the run's folder, a resume, room
+on the disk for all checkpoints; a warning where the planner expects too much memory. NGPU and NNODES give
+the number of ranks. Exit codes: 0, 2 a check fails.
 """
 
-import math
-import os
-import shutil
 import sys
-from dataclasses import replace
-from pathlib import Path
-from tempfile import TemporaryFile
+
+from jobs.signals import end_at_signals
+
+if __name__ == "__main__":
+    end_at_signals()
 
 from command_line import answer_early, start
 from training.config_checks import check
 
 if __name__ == "__main__":
     answer_early(__doc__, check)
+
+import gc
+import math
+import os
+import re
+import shutil
+import socket
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from tempfile import TemporaryFile
 
 import numpy as np
 import torch
@@ -30,8 +42,11 @@ from config import Config, Data
 from datasets.grid import Grid, latitude_bounds
 from datasets.options import COPIES_AHEAD
 from datasets.selection import Selection, check_outside_source, convert_selection, open_for_training
-from errors import one_line_errors, print_message, refuse
+from errors import RunFailed, one_line_errors, print_message, refuse, require
+from jobs.heartbeat import activity
+from jobs.log_setup import start_logging
 from jobs.preemption import started_at
+from jobs.watchdog import Watchdog
 from models.attention import check_backend
 from models.registry import build_model, registered
 from models.weather_model import GridModel, TokenModel
@@ -47,6 +62,13 @@ from planning.workload import workload_of
 from training.loggers.opening import check_loggers
 from training.process_settings import host_memory
 
+# Messages of allocators: CUDA's error has a class of its own, torch's on the host is a RuntimeError. oneDNN
+# gives its message for any reason, so an allocation, which takes no memory, is tried afterwards.
+OUT_OF_MEMORY = re.compile(r"can't allocate memory|out of memory|bad_alloc|cannot allocate memory", re.I)
+ONEDNN_FAILED = re.compile(r"could not (create|execute) a (primitive|memory)")
+TRIAL_SIZE = 2**28  # bytes
+TARGET = 0.9  # of the planned peak, which suggested changes must not exceed: the plan may have been too low
+
 
 def open_checked(config: Config) -> Selection:
     """Open the data of a run and check that machine, model and data fit together. ConfigError, DataError."""
@@ -59,12 +81,28 @@ def open_checked(config: Config) -> Selection:
     # Ranks, which exist already, find a store that is complete.
     may_convert = int(os.environ.get("WORLD_SIZE", "1")) == 1
     selection = open_for_training(data, *checks, may_convert)
-    check_model(config, selection.archive.grid)
-    check_memory(config, len(selection.variables), selection.archive.grid)
-    batch, samples = config.training.local_batch_size, len(selection.samples("train", range(1, 1 + longest)))
-    if batch > samples:
-        fix = f"data.train_period has {samples} samples; lower it, or make the period longer"
-        refuse("training.local_batch_size", batch, fix)
+    grid, num_variables = selection.archive.grid, len(selection.variables)
+    check_model(config, grid)
+
+    # -- a lower bound of any run: the parameters of the ranks here, and the fields of one batch
+    gpus, batch = range(torch.cuda.device_count()), config.training.local_batch_size
+    memory = host_memory() + sum(torch.cuda.get_device_properties(gpu).total_memory for gpu in gpus)
+    model = build_model(config.model, num_variables, 0, grid.shape, grid.periodic)
+    width = "dim" if isinstance(model, TokenModel) else "width"
+    hosts = max(num_ranks() // local_ranks()[1], 1)
+    parameters = 4 * sum(parameter.numel() for parameter in model.parameters()) // hosts
+    states = data.history + max(config.training.rollout_steps)  # inputs and targets
+    fields = states * 4 * batch * num_variables * math.prod(grid.shape)
+    for key, value, what, needed in (
+        (f"model.{width}", getattr(config.model, width), "the parameters", parameters),
+        ("training.local_batch_size", batch, "so many samples", fields),
+    ):
+        reason = f"{what} are {needed / GIB:,.0f} GiB, and this machine has {memory / GIB:,.0f}"
+        require(needed <= memory, key, value, f"{reason}; take less, or more ranks on more machines")
+
+    samples = len(selection.samples("train", range(1, 1 + longest)))
+    reason = f"data.train_period has {samples} samples; lower it, or make the period longer"
+    require(batch <= samples, "training.local_batch_size", batch, reason)
     check_resume(config, selection)
     check_steps(config.dump_folder / "checkpoints", config.training.steps, config.checkpoint.enable)
     return convert_selection(data, *checks, selection)
@@ -76,17 +114,16 @@ def check_machine(config: Config) -> None:
     name, number = local_ranks()
     check_processes(name, number)
     num_gpus = torch.cuda.device_count()
-    if 0 < num_gpus < number:
-        refuse(name, number, f"this machine has {num_gpus} GPU(s); start at most one process on each")
+    reason = f"this machine has {num_gpus} GPU(s); start at most one process on each"
+    require(number <= num_gpus or not num_gpus, name, number, reason)
     # Schedules of a pipeline that an older torch has, and cannot run.
     schedule, key = config.parallelism.pipeline_parallel_schedule, "parallelism.pipeline_parallel_schedule"
     if config.parallelism.pipeline_parallel_degree > 1 and schedule in SPLIT_BACKWARD:
         release = tuple(map(int, torch.__version__.split(".")[:2]))
         fix = f'inside torch {torch.__version__}; install torch 2.13, or use "Interleaved1F1B"'
-        if schedule == "ZBVZeroBubble" and release < (2, 12):
-            refuse(key, schedule, f"fails {fix}")
-        if config.compile.enable and release < (2, 13):
-            refuse(key, schedule, f"with compile.enable it fails {fix}, or set that to false")
+        require(schedule != "ZBVZeroBubble" or release >= (2, 12), key, schedule, f"fails {fix}")
+        fix = f"with compile.enable it fails {fix}, or set that to false"
+        require(not config.compile.enable or release >= (2, 13), key, schedule, fix)
     device_type = "cuda" if num_gpus else "cpu"
     if registered(config.model.name).has_tokens:
         dtype = getattr(torch, config.training.mixed_precision_param)
@@ -106,8 +143,7 @@ def check_folder(key: str, folder: Path, data: Data) -> None:
     for source in (data.path, *data.more_paths):
         check_outside_source(key, str(folder), source)
     there = next(path for path in (folder, *folder.parents) if path.exists())
-    if not there.is_dir():
-        refuse(key, str(folder), f"{there} is not a folder")
+    require(there.is_dir(), key, str(folder), f"{there} is not a folder")
     try:
         with TemporaryFile(dir=there):
             return
@@ -115,46 +151,22 @@ def check_folder(key: str, folder: Path, data: Data) -> None:
         refuse(key, str(folder), f"{there} is no folder that can be written to ({error.strerror})")
 
 
-def check_memory(config: Config, num_variables: int, grid: Grid) -> None:
-    """ConfigError: not even the parameters of the ranks here, or the fields of one batch, fit this machine.
-
-    A lower bound of any run; memory_warning compares the planned peak.
-    """
-    gpus = range(torch.cuda.device_count())
-    memory = host_memory() + sum(torch.cuda.get_device_properties(gpu).total_memory for gpu in gpus)
-    hosts = max(num_ranks() // local_ranks()[1], 1)
-    model = build_model(config.model, num_variables, 0, grid.shape, grid.periodic)
-    width = "dim" if isinstance(model, TokenModel) else "width"
-    parameters = 4 * sum(parameter.numel() for parameter in model.parameters()) // hosts
-    batch = config.training.local_batch_size
-    states = config.data.history + max(config.training.rollout_steps)  # inputs and targets
-    fields = states * 4 * batch * num_variables * math.prod(grid.shape)
-    for key, value, what, needed in (
-        (f"model.{width}", getattr(config.model, width), "the parameters", parameters),
-        ("training.local_batch_size", batch, "so many samples", fields),
-    ):
-        if needed > memory:
-            reason = f"{what} are {needed / GIB:,.0f} GiB, and this machine has {memory / GIB:,.0f}"
-            refuse(key, value, f"{reason}; take less, or more ranks on more machines")
-
-
 def check_model(config: Config, grid: Grid) -> None:
     """Check what depends on the grid of the data and on the model's layers. Raises ConfigError."""
     is_global = grid.periodic and (np.abs(latitude_bounds(grid.latitude)[[0, -1]]) == 90).all()
-    if (names := config.model.conserve) and not is_global:
-        reason = "the grid of data.path is not global, and what goes through its edges is not known"
-        refuse("model.conserve", list(names), f"{reason}; set it to []")
-    if (augmentation := config.training.augmentation) and not grid.periodic:
-        reason = "the longitudes of the data do not go round the globe; leave this out"
-        refuse("training.augmentation", augmentation, reason)
-    if augmentation == "roll_and_mirror" and not np.allclose(grid.latitude, -grid.latitude[::-1], atol=1e-3):
-        reason = "the latitudes of the data are not the same in both hemispheres"
-        refuse("training.augmentation", augmentation, f'{reason}; take "roll"')
-    width = config.data.boundary_width
-    if width and grid.periodic:
-        refuse("data.boundary_width", width, "the grid goes round the globe; set it to 0, or data.region")
-    if 2 * width >= min(grid.shape):
-        refuse("data.boundary_width", width, f"nothing is left of {list(grid.shape)} points; lower it")
+    names, width = list(config.model.conserve), config.data.boundary_width
+    reason = "the grid of data.path is not global, and what goes through its edges is not known"
+    require(is_global or not names, "model.conserve", names, f"{reason}; set it to []")
+    reason = "the grid goes round the globe; set it to 0, or data.region"
+    require(not (width and grid.periodic), "data.boundary_width", width, reason)
+    reason = f"nothing is left of {list(grid.shape)} points; lower it"
+    require(2 * width < min(grid.shape), "data.boundary_width", width, reason)
+    augmentation = config.training.augmentation
+    reason = "the longitudes of the data do not go round the globe; leave this out"
+    require(grid.periodic or not augmentation, "training.augmentation", augmentation, reason)
+    is_equal = np.allclose(grid.latitude, -grid.latitude[::-1], atol=1e-3)
+    reason = 'the latitudes of the data are not the same in both hemispheres; take "roll"'
+    require(is_equal or augmentation != "roll_and_mirror", "training.augmentation", augmentation, reason)
     degree = config.parallelism.context_parallel_degree
     model = build_model(config.model, 1, 0, grid.shape, grid.periodic)
     if isinstance(model, GridModel):
@@ -177,49 +189,87 @@ def plan_here(config: Config, selection: Selection, world_size: int) -> tuple[Pl
     name = machine_known_as(torch.cuda.get_device_name()) if on_gpu else "cpu"
     if not name or not registered(config.model.name).planned or config.lora.enable:
         return None
-    found = load_cluster(name).with_devices(local)
+    cluster = load_cluster(name).with_devices(local)
     work = workload_of(config, world_size, selection.archive.grid.shape, len(selection.variables))
     if on_gpu:  # where other programs may have some of the memory
-        memory = min(found.device.memory, torch.cuda.mem_get_info()[0] + torch.cuda.memory_reserved())
+        memory = min(cluster.device.memory, torch.cuda.mem_get_info()[0] + torch.cuda.memory_reserved())
         work = work.replace(copies_ahead=COPIES_AHEAD)
     else:  # which the ranks share
-        memory, found = host_memory() // local, replace(found, host_memory=host_memory())
-    device = replace(found.device, memory=memory)
-    found = replace(found, device=device, devices_per_node=local, devices=world_size)
-    return plan(work, found), found
+        memory, cluster = host_memory() // local, replace(cluster, host_memory=host_memory())
+    device = replace(cluster.device, memory=memory)
+    cluster = replace(cluster, device=device, devices_per_node=local, devices=world_size)
+    return plan(work, cluster), cluster
 
 
 def memory_warning(config: Config, made: Plan, cluster: Cluster) -> str:
     """Return a warning with the fix where the planner expects more memory than a rank has, or else ""."""
     if fits(made, cluster):
         return ""
-    needed = (
-        f"{made.memory.peak / GIB:.2f} GiB a rank are planned, and there are {capacity(cluster) / GIB:.2f}"
-    )
-    return f"{needed}: {cheapest_changes(made.work, cluster, config)}"
+    needed, room = made.memory.peak / GIB, capacity(cluster) / GIB
+    changes = cheapest_changes(made.work, cluster, config)
+    return f"{needed:.2f} GiB a rank are planned, and there are {room:.2f}: {changes}"
 
 
 def check_disk(config: Config, made: Plan) -> None:
     """Raise ConfigError if the disk has no room for the checkpoints that are still to come."""
-    folder, settings = config.dump_folder, config.checkpoint
-    if not settings.enable:
-        return
-    most = checkpoint_storage(checkpoint_size(made.work), settings, config.training.steps)
+    folder = config.dump_folder
+    most = checkpoint_storage(checkpoint_size(made.work), config.checkpoint, config.training.steps)
     needed = most - sum(path.stat().st_size for path in (folder / "checkpoints").glob("step-*/*"))
     free = shutil.disk_usage(next(path for path in (folder, *folder.parents) if path.exists())).free
-    if needed > free:
-        reason = (
-            f"{needed / GIB:,.3f} GiB of checkpoints are to come, and its disk has {free / GIB:,.3f} free"
-        )
-        refuse("job.dump_folder", str(folder), f"{reason}; make room, or lower checkpoint.keep_latest_k")
+    reason = f"{needed / GIB:,.3f} GiB of checkpoints are to come, and its disk has {free / GIB:,.3f} free"
+    reason += "; make room, or lower checkpoint.keep_latest_k"
+    require(needed <= free or not config.checkpoint.enable, "job.dump_folder", str(folder), reason)
+
+
+@contextmanager
+def run_with_watchdog(config: Config) -> Iterator[Watchdog]:
+    """Start logging and the watchdog. Raises RunFailed for an allocator's error, with the planned peak, its
+    components and the cheapest changes.
+    """
+    start_logging(is_first=os.environ.get("RANK", "0") == "0")
+    with Watchdog(config.dump_folder, config.comm) as watchdog:
+        try:
+            yield watchdog
+        except (MemoryError, RuntimeError) as error:
+            text = " ".join(str(error).split())
+            is_memory = isinstance(error, MemoryError | torch.OutOfMemoryError) or OUT_OF_MEMORY.search(text)
+            if not is_memory and ONEDNN_FAILED.search(text):
+                try:
+                    torch.empty(TRIAL_SIZE, dtype=torch.uint8)
+                except RuntimeError:
+                    is_memory = True
+            if isinstance(error, RunFailed) or not is_memory:
+                raise
+            rank = f"rank {os.environ.get('RANK', '0')} ({socket.gethostname()}, pid {os.getpid()})"
+            place = f"{rank} in step {activity.step}, {activity.describe_phase()}"
+            # Of CUDA's message what was asked for, the memory of the device, and what is free.
+            reason = f"{place}: out of memory ({'. '.join(text.split('. ')[:3])})"
+            traceback.clear_frames(error.__traceback__)  # frees tensors, for the explanation takes memory
+            gc.collect()
+            if watchdog.selection is None:  # nor are they opened now
+                raise RunFailed(f"{reason}; the data were being opened") from None
+            planned = plan_here(config, watchdog.selection, int(os.environ.get("WORLD_SIZE", "1")))
+            if planned is None:
+                fix = "plan.py --dry_run measures what a layout needs"
+                raise RunFailed(f"{reason}; the planner does not know this model or GPU: {fix}") from None
+            made, cluster = planned
+            less = min(cluster.device.memory, round(TARGET * made.memory.peak) + cluster.device.reserved)
+            room = replace(cluster, device=replace(cluster.device, memory=less))
+            largest = sorted(made.memory.components.items(), key=lambda component: -component[1])[:3]
+            named = ", ".join(f"{name} {size / GIB:.2f} GiB" for name, size in largest)
+            raise RunFailed(
+                f"{reason}; the planner expects a peak of {made.memory.peak / GIB:.2f} GiB a rank, in "
+                f"{made.memory.peak_moment}: {named}; there are {capacity(cluster) / GIB:.2f} GiB; "
+                f"{cheapest_changes(made.work, room, config)}"
+            ) from None
 
 
 def main(argv: list[str]) -> None:
     with one_line_errors():
-        config = start(argv, __doc__, check)
-        if found := plan_here(config, open_checked(config), num_ranks()):
-            check_disk(config, found[0])
-            if warning := memory_warning(config, *found):
+        config = start(argv, __doc__, None)
+        if planned := plan_here(config, open_checked(config), num_ranks()):
+            check_disk(config, planned[0])
+            if warning := memory_warning(config, *planned):
                 print_message(f"warning: {warning}")
 
 

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -20,7 +21,7 @@ from checkpoints.files import check_steps, complete_steps, read_manifest, step_f
 from config import Checkpoint, Training
 from tests.conftest import memory_kib
 from tests.parity import Layout, SmallRun
-from tests.started_jobs import ROOT
+from tests.started_jobs import ROOT, write_config
 from training.bad_steps import BadSteps
 from training.batches import choose_global_batch
 from training.gradients import LossScaler, total_norm
@@ -384,6 +385,27 @@ def test_a_process_that_writes_ends_with_its_trainer(tmp_path):
         time.sleep(0.05)
     assert time.monotonic() < end, done.stderr
     assert not complete_steps(tmp_path)
+
+
+@pytest.mark.slow
+def test_a_process_that_is_starting_ends_with_its_trainer(start_job, tmp_path):
+    """It imported torch for seconds before it looked whether the trainer was there."""
+    job = start_job(write_config(tmp_path), tmp_path / "run")
+    children, child = Path(f"/proc/{job.process.pid}/task"), Path()
+    words, end = b"", time.monotonic() + 60
+    while b"--multiprocessing-fork" not in words and time.monotonic() < end:
+        for path in children.glob("*/children"):
+            for pid in path.read_text().split() if path.exists() else ():
+                child = Path("/proc", pid)
+                with suppress(OSError):
+                    words = (child / "cmdline").read_bytes()
+        time.sleep(0.01)
+    time.sleep(0.3)
+    job.process.kill()
+    job.process.wait()
+    time.sleep(0.3)
+    status = child / "status"
+    assert not status.exists() or "State:\tZ" in status.read_text()
 
 
 def test_ctrl_c_does_not_end_a_process_that_is_starting(tmp_path):

@@ -14,7 +14,6 @@ import pytest
 
 import config
 from command_line import help_text, start, to_toml
-from errors import module_command
 from tests.test_config import GOOD, ROOT
 from training.config_checks import check, load_checked
 from training.run_folder import start_warnings
@@ -48,14 +47,6 @@ def test_precedence(folder: Path) -> None:
 def test_a_file_anywhere_extends_one_of_the_project(folder: Path) -> None:
     (folder / "mine.toml").write_text('extends = "train_configs/demo_unet.toml"')
     assert load_checked(["--job.config_file", "mine.toml"]).model.name == "unet"
-
-
-def test_a_printed_command_runs_from_a_folder_above_the_project(monkeypatch) -> None:
-    monkeypatch.chdir(ROOT.parent)
-    monkeypatch.setattr(sys, "executable", str(ROOT / ".venv/bin/python"))
-    assert module_command("traces.inspect_trace") == (
-        f"cd {ROOT} && .venv/bin/python -m traces.inspect_trace"
-    )
 
 
 @pytest.mark.parametrize(

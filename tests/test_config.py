@@ -11,8 +11,10 @@ import pytest
 
 from command_line import load_config
 from config import Compile, Config, Parallelism
+from errors import one_line_errors
 from planning import start_checks
 from tests.sample_archives import analyses, weatherbench
+from training.config_checks import load_checked
 
 ROOT = Path(start_checks.__file__).parents[1]
 
@@ -60,6 +62,8 @@ def one_process(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def refusal(argv: list[str], capsys: pytest.CaptureFixture[str]) -> str:
     """The one line with which the check before the start of ranks ends. Nothing else is printed."""
     with pytest.raises(SystemExit) as end:
+        with one_line_errors():
+            load_checked(argv)  # as before the imports
         start_checks.main(argv)
     out, err = capsys.readouterr()
     assert end.value.code == 2 and out == ""

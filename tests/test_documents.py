@@ -16,7 +16,7 @@ from torch.distributed.run import parse_args
 import evaluate
 import forecast
 import plan
-from command_line import load_config, own_options, split_options
+from command_line import load_config, split_options
 from config import SECTIONS
 from tests.started_jobs import ROOT
 from tests.test_house import tracked_files
@@ -30,7 +30,7 @@ PAGES = [
 PYTHON = ".venv/bin/python"
 STARTS = ("./run_train.sh", "./run_tests.sh", ".venv/bin/", "benchmarks/", "sbatch", "srun", "python ")
 OPTIONS = {"forecast.py": forecast.OPTIONS, "evaluate.py": evaluate.OPTIONS, "plan.py": plan.OPTIONS}
-OPTIONS["scripts/sweep.py"] = own_options(trials=20, folder="outputs/sweep")
+OPTIONS["scripts/sweep.py"] = dict(trials=20, folder="outputs/sweep")
 DEMO = "train_configs/demo.toml"
 BEGUN = ("era5_try.toml", "era5_baseline.toml", "mine.toml")  # that the reader of a page writes
 NOT_OURS = ("ruff", "pyright", "python", "tensorboard")  # whose options are theirs

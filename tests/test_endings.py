@@ -129,6 +129,15 @@ def test_all_ranks_get_the_reason_without_a_launcher(tmp_path):
     assert sum((lines for _, lines in ended), []) == ["rossby: ended on purpose"]
 
 
+def test_input_that_one_rank_refuses_is_said_without_a_launcher(tmp_path):
+    """Rank 1 printed nothing, because rank 0 was to report."""
+    text = RANK.replace("if rank < 2:", "if rank == 1:").replace("watchdog.end(", "raise DataError(")
+    text = f"import os, sys, time\nfrom errors import DataError\n{text.replace(', 75', '')}"
+    ended = run_tasks(2, "-c", text, str(tmp_path))
+    assert [code for code, _ in ended] == [2, 2], ended
+    assert sum((lines for _, lines in ended), []) == ["rossby: ended on purpose"]
+
+
 @pytest.mark.parametrize(("name", "codes"), [("SIGKILL", [-9, 1]), ("SIGTERM", [75, 75])])
 def test_rank_0_ends_in_the_last_plots_without_a_launcher(tmp_path, name, codes):
     """A traceback of rank 1, which waited in a barrier, and rank 1 was named."""

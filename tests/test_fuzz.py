@@ -7,7 +7,7 @@ from typing import Any, Literal, get_args, get_origin
 
 import pytest
 
-from command_line import own_options, split_options
+from command_line import split_options
 from config import SECTIONS, Range
 from errors import ConfigError, without_secrets
 from plan import OPTIONS as PLAN
@@ -103,4 +103,4 @@ def test_own_options_of_a_verb():
         with pytest.raises(ConfigError):
             split_options(argv, PLAN)
     with pytest.raises(ConfigError):
-        split_options(["--export"], own_options(export=""))
+        split_options(["--export"], dict(export=""))

@@ -12,7 +12,7 @@ import torch
 
 from config import Config, Job, Training
 from config import Metrics as Settings
-from jobs.journal import Journal, read_records
+from jobs.durable_files import Journal, read_records
 from training.metrics import Metrics, dense_line, peak_tflops
 from training.step import StepResult
 
@@ -127,7 +127,7 @@ def test_a_full_disk_keeps_the_records_of_steps_that_are_done_again(tmp_path, mo
     def fail(*_: object) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr("jobs.journal.write_durably", fail)
+    monkeypatch.setattr("jobs.durable_files.write_durably", fail)
     assert Journal(path).forget_after(1) == 2 and path.read_text() == text
     assert "No space left on device" in caplog.text
 

@@ -138,6 +138,7 @@ def test_sigterm_to_one_rank_saves_and_ends_all(start_job, tmp_path):
     status = json.loads((run / "status.json").read_text())
     assert (status["exit_code"], status["step"]) == (EXIT_SAVED, step) and "SIGTERM" in status["message"]
     assert f"SIGTERM on rank 1: the checkpoint of step {step} is complete" in job.output.splitlines()[-1]
+    assert job.output.count("SIGTERM on rank 1") == 2, job.output  # once at once, and once at the end
 
     again = start_job(config_file, run, "--training.steps", str(step + 3), NGPU="2")
     assert again.end() == 0, again.output
@@ -153,6 +154,7 @@ def test_a_signal_to_the_launcher_saves_and_is_not_a_crash(start_job, tmp_path, 
     os.kill(job.process.pid, number)
     assert job.end() == EXIT_SAVED, job.output
     assert complete_steps(run / "checkpoints") == [last_step(run)] and "restart" not in job.output
+    assert job.output.count(signal.Signals(number).name) == 2, job.output  # at once, and at the end
 
 
 @pytest.mark.slow

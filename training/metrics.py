@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from config import Config
-from jobs.journal import Journal, read_records
+from jobs.durable_files import Journal, read_records
 from parallelisms.mesh import from_first_rank
 from training.batches import Batches
 from training.loggers.opening import Loggers, open_loggers
@@ -128,7 +128,7 @@ class Metrics:
     def write(self, record: dict[str, Any]) -> None:
         """Write a record into metrics.jsonl, where not-a-number becomes null, and to the loggers."""
         if SCORE in record and record["step"] == self.resume_step:  # written by the start before, too
-            from_first_rank(lambda: self.journal.forget(self.resume_step, SCORE))
+            from_first_rank(lambda: self.journal.forget_after(self.resume_step, SCORE))
         if self.is_first:
             missing = {k: None for k, v in record.items() if isinstance(v, float) and not math.isfinite(v)}
             self.journal.write(record | missing)

@@ -25,8 +25,7 @@ from datasets.options import parse_period
 from datasets.selection import Selection
 from datasets.statistics import Numbers, Statistics
 from errors import ConfigError, RunFailed, format_value, refuse
-from jobs.durable_files import append_whole, write_durably
-from jobs.journal import read_records
+from jobs.durable_files import append_whole, read_records, write_durably
 from parallelisms.degrees import Degrees
 from parallelisms.mesh import from_first_rank, on_all_ranks
 

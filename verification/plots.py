@@ -20,7 +20,7 @@ from matplotlib.lines import Line2D
 
 from datasets.grid import Grid, latitude_bounds, longitude_bounds
 from datasets.variables import split_name
-from jobs.journal import read_records
+from jobs.durable_files import read_records
 from verification.scores import mean_of_midlatitudes
 from verification.scores_by_date import Evaluation, Example
 from verification.tables import (

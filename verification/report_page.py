@@ -18,8 +18,7 @@ import xarray as xr
 from jinja2 import Environment, FileSystemLoader
 
 from errors import ConfigError, DataError, one_line_errors
-from jobs.durable_files import write_durably
-from jobs.journal import read_records
+from jobs.durable_files import read_records, write_durably
 from verification.tables import describe_dates, tables_of
 
 # File in the run's folder -> its caption; in the order of the page.

@@ -30,7 +30,7 @@ class Logger:
         values = {"start_timestamp_seconds": self.started, "step_timestamp_seconds": self.started}
         for name, value in (values | {"last_step": config.training.steps, "skipped_steps": 0}).items():
             self._gauge(name).set(value)
-        self._gauge("heartbeat_age_seconds").set_function(lambda: activity.seconds)
+        self._gauge("heartbeat_age_seconds").set_function(lambda: time.monotonic() - activity.since)
         if self.checkpoints.is_dir():
             self._gauge("checkpoint_age_seconds").set_function(lambda: time.time() - self._saved_at())
         self.server, _ = start_http_server(port, address, self.registry)
