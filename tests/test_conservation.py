@@ -148,6 +148,7 @@ def test_gradients_of_a_shard_are_those_of_whole_fields(one_rank):
     one, other = changes.clone().requires_grad_(), changes.clone().requires_grad_()
     assert held is not None
     (held(one) * slope).sum().backward()
+    assert objective.projection is not None
     shard = objective.projection(objective.meta_model.from_fields(other))
     (objective.meta_model.to_fields(shard) * slope).sum().backward()
     assert one.grad is not None
