@@ -308,11 +308,11 @@ class Training:
         "Weight variables by 1 / (standard deviation of their change over a step)^2; with mae and rmse, "
         "without the square.",
     )
-    augmentation: Literal["", "roll", "roll_and_mirror"] = option(
-        "",
+    augmentation: Literal["none", "roll", "roll_and_mirror"] = option(
+        "none",
         '"roll": turn each sample about the axis of the Earth by a random number of columns, with constant '
-        'fields and forcings. "roll_and_mirror": exchange north and south of half of them, too. Default: '
-        "none. docs/losses.md.",
+        'fields and forcings. "roll_and_mirror": exchange north and south of half of them, too '
+        "(docs/losses.md).",
     )
     rollout_steps: tuple[Rollout, ...] = option(
         (1,),

@@ -163,7 +163,7 @@ def check_model(config: Config, grid: Grid) -> None:
     require(2 * width < min(grid.shape), "data.boundary_width", width, reason)
     augmentation = config.training.augmentation
     reason = "the longitudes of the data do not go round the globe; leave this out"
-    require(grid.periodic or not augmentation, "training.augmentation", augmentation, reason)
+    require(grid.periodic or augmentation == "none", "training.augmentation", augmentation, reason)
     is_equal = np.allclose(grid.latitude, -grid.latitude[::-1], atol=1e-3)
     reason = 'the latitudes of the data are not the same in both hemispheres; take "roll"'
     require(is_equal or augmentation != "roll_and_mirror", "training.augmentation", augmentation, reason)

@@ -211,7 +211,7 @@ def workload_of(config: Config, world: int, grid_shape: tuple[int, int], num_var
         schedule=parallelism.pipeline_parallel_schedule,
         pipeline_micro_batch=parallelism.pipeline_parallel_microbatch_size,
         ema=config.training.ema_decay > 0,
-        rolls=bool(config.training.augmentation),
+        rolls=config.training.augmentation != "none",
         optimizer=config.optimizer.name,
         history=history,
         members=training.members,

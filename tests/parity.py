@@ -134,7 +134,7 @@ def config_of(layout: Layout, seed: int, **settings: Any) -> Config:
         "mixed_precision_reduce": layout.reduce,
         "loss": "crps" if layout.members > 1 else layout.loss,
         "members": layout.members,
-        "augmentation": "roll_and_mirror" if layout.roll else "",
+        "augmentation": "roll_and_mirror" if layout.roll else "none",
         "rollout_steps": (layout.rollout,),
         "steps": 3,
         "variable_weights": (1.0, 2.0, 0.5)[: 3 - layout.roles],

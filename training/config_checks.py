@@ -44,7 +44,7 @@ def check(config: Config) -> None:
     require(not is_muon_on_host, "optimizer.name", "Muon", reason)
     augmentation, width = training.augmentation, config.data.boundary_width
     reason = "an area with a boundary cannot be turned about the Earth's axis; leave this out"
-    require(not augmentation or not width, "training.augmentation", augmentation, reason)
+    require(augmentation == "none" or not width, "training.augmentation", augmentation, reason)
 
     check_layout(config)
 

@@ -29,7 +29,7 @@ from training.losses.pointwise import (
     sum_of_costs,
 )
 
-TURNS = {"": 0, "roll": 1, "roll_and_mirror": 2}  # of training.augmentation, times the columns
+TURNS = {"none": 0, "roll": 1, "roll_and_mirror": 2}  # of training.augmentation, times the columns
 DROP_STREAM, TURN_STREAM = 2**32, 2**40  # of a sample's key: noise has the first streams, and those of dates
 
 
