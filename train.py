@@ -77,6 +77,8 @@ def train(config: Config, watchdog: Watchdog | None = None) -> None:
     # -- resume from the newest complete checkpoint, or start from the weights of another run
     checkpointer = run_folder.open_checkpoints(samples.statistics, layout)
     load_or_start(checkpointer, state, config, selection.archive.grid)
+    if checkpointer:
+        checkpointer.start_process()
     global_batch = choose_global_batch(training, training.local_batch_size * mesh.degrees.dp, progress)
     run = Run(config, assembly, state, samples.area, global_batch, checkpointer)
     batches = Batches(train_set, config, state, model, global_batch)
@@ -142,7 +144,7 @@ def train(config: Config, watchdog: Watchdog | None = None) -> None:
     if not stop:
         validator.validate(progress.step, is_last=True)
         if dist.get_rank() == 0:
-            print(f"the run's folder: {folder}")
+            print(f"the run's folder: {folder}", flush=True)
     metrics.close()
     leave(watchdog, agreement, run_folder, message, code)
 

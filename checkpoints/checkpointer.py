@@ -50,12 +50,22 @@ class Checkpointer:
     about: entries of every manifest, among them what the weights mean (checkpoints/identity.py).
     """
 
-    def __init__(self, folder: Path, settings: Checkpoint, config_toml: str, about: dict[str, Any]) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        settings: Checkpoint,
+        config_toml: str,
+        about: dict[str, Any],
+        starts_process: bool = True,
+    ) -> None:
+        """starts_process: False leaves that to `start_process`, once nothing can be refused any more, because
+        a process that starts while this one ends prints a traceback.
+        """
         self.folder, self.mode, self.keep = folder.absolute(), settings.async_mode, settings.keep_latest_k
         self.config_toml = config_toml
         self.about = {**about, "ranks": dist.get_world_size(), "versions": {"torch": torch.__version__}}
         self.group = cpu_group()  # its own, so that a saving thread does not mix with training's collectives
-        self.process = CheckpointProcess() if self.mode == "async_with_pinned_mem" else None
+        self.process: CheckpointProcess | None = None
         self.stager: DefaultStager | None = None
         self.in_flight: tuple[int, Future] | None = None
         self.staging: Future | None = None
@@ -66,6 +76,12 @@ class Checkpointer:
         self.written: set[str] = set()  # the names of those that this rank writes
         self.size = 0  # bytes of a checkpoint
         from_first_rank(lambda: files.clear_leftovers(self.folder))
+        if starts_process:
+            self.start_process()
+
+    def start_process(self) -> None:
+        """Start the checkpoint process in the background, if the mode has one: its imports take seconds."""
+        self.process = CheckpointProcess() if self.mode == "async_with_pinned_mem" else None
 
     # -- saving ------------------------------------------------------------------------------------------
 

@@ -127,7 +127,9 @@ class RunFolder:
         if not settings.enable:
             return None
         about = {"layout": layout, "identity": describe(self.selection, statistics)}
-        return Checkpointer(self.path / "checkpoints", settings, to_toml(self.config), about)
+        return Checkpointer(
+            self.path / "checkpoints", settings, to_toml(self.config), about, starts_process=False
+        )
 
     def release(self) -> None:
         self.lock.clear()
