@@ -43,7 +43,8 @@ class RandomRun:
         if drawn_here:
             self._draw_weights()
         area, self.state = area_weights(fields.grid.latitude), build_state(config, self.assembly)
-        shape = (config.training.local_batch_size, 2, num_variables, *grid_shape)
+        states = config.data.history + max(config.training.rollout_steps)
+        shape = (config.training.local_batch_size, states, num_variables, *grid_shape)
         self.fields = torch.randn(shape, device=device)
         batch = Batch(self.fields, torch.zeros(shape[0], dtype=torch.int64, device=device))
         self.batches = [batch] * accumulation
