@@ -46,7 +46,7 @@ from training.batches import Batch
 from training.process_settings import retain_memory
 
 GRID, PATCH, CHANNELS, LAYERS, HEADS, BATCH = (64, 128), (8, 8), 20, 12, 8, 16
-COLUMNS = {"dim": ">4", "dtype": ">10", "side": ">30", "seconds": ">9.3f", "gflops": ">9.0f"}
+COLUMNS = {"dim": ">4", "dtype": ">10", "side": ">33", "seconds": ">9.3f", "gflops": ">9.0f"}
 COLUMNS |= {"ratio": ">9.2f", "limit": ">7.2f"}
 LIMITS = {"float32": 0.95, "bfloat16": 0.75}
 TAUGHT = ", compiled, fused Adam"  # the last rung of the tutorial
