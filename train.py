@@ -77,13 +77,13 @@ def train(config: Config, watchdog: Watchdog | None = None) -> None:
     # -- resume from the newest complete checkpoint, or start from the weights of another run
     checkpointer = run_folder.open_checkpoints(samples.statistics, layout)
     load_or_start(checkpointer, state, config, selection.archive.grid)
-    if checkpointer:
-        checkpointer.start_process()
     global_batch = choose_global_batch(training, training.local_batch_size * mesh.degrees.dp, progress)
     run = Run(config, assembly, state, samples.area, global_batch, checkpointer)
     batches = Batches(train_set, config, state, model, global_batch)
 
     # -- reporting; all errors of input have been raised before
+    if checkpointer:
+        checkpointer.start_process()
     run_folder.begin(progress.step, layout)
     watchdog.begin(progress.step)
     planned = plan_here(config, selection, mesh.degrees.world) if dist.get_rank() == 0 else None

@@ -30,13 +30,11 @@ VAGUE_NAMES = {"utils", "util", "common", "helpers", "helper", "misc", "manager"
 # Checkpoints hold tensors and plain data: who pickles says why here.
 PICKLES = {
     "tests/test_archive.py",  # archives travel to the workers of a conversion
-    "tests/test_loader.py",
     "checkpoints/files.py",  # DCP's .metadata, through a list of what it may hold
     "parallelisms/peer_messages.py",  # what ranks send each other, through a list of what it may hold
     "tests/test_checkpoint_files.py",  # a crafted one
     "tests/test_peer_messages.py",  # crafted ones
     "tests/test_exact_resume.py",  # what torch's own tool makes of a checkpoint
-    "benchmarks/chaos.py",
     "benchmarks/attack.py",  # a crafted one
     "benchmarks/odd_inputs.py",  # cases, for the processes that check them
     "benchmarks/oracle.py",
