@@ -29,7 +29,7 @@ from benchmarks.results_file import RESULTS, ROOT, parse, read_lines, record
 from benchmarks.results_file import table as results_table
 from command_line import text_table
 from config import Parallelism
-from errors import ConfigError, one_line_errors
+from errors import ConfigError, end_process, one_line_errors
 from jobs.log_setup import start_logging
 from jobs.signals import end_at_signals
 from parallelisms.degrees import Degrees
@@ -105,6 +105,7 @@ def main() -> None:
             on_ranks(run, ranks, cluster, references)
         if os.environ["RANK"] == "0":
             print(f"\nrows: {run.path}\n{table(run.path, run.run)}")
+    end_process(0)  # threads of gloo abort now and then in Python's shutdown
 
 
 def on_ranks(run: Run, ranks: int, cluster: Cluster, references: dict[Layout, Outcome]) -> None:
