@@ -10,7 +10,6 @@
 --anchor RUN          the folder of a run on this kind of machine: its measured steps correct the planned
                       times of layouts of the same kind. Without it, the newest such run in outputs/;
                       "none": no run
---calibrate           measure steps of the configuration on this machine, for --anchor outputs/calibration
 --dry_run             build the layout on fake ranks (as many as --cluster has, or --world_size N) and run one
                       step without memory
 --story               also print memory by technique, and 1 device, a node and all devices next to each other
@@ -36,7 +35,6 @@ OPTIONS = dict(
     clusters=[],
     layout="configured",
     anchor="",
-    calibrate=False,
     dry_run=False,
     json=False,
     story=False,
@@ -90,26 +88,18 @@ def main() -> None:
             raise ConfigError(f"--layout {options.layout}: give configured or auto")
         cluster = load_cluster(options.cluster, options.clusters) if options.cluster else None
         world = cluster.devices if cluster else options.world_size
-        world = 1 if options.calibrate else world
         os.environ["WORLD_SIZE"] = str(world)  # what the degrees are checked against
         config = start(rest, __doc__, check if options.layout != "auto" else None)
         if options.dry_run:
-            from planning.dry_run import dry_run  # imported here, and below: torch takes seconds
+            from planning.dry_run import dry_run  # imported here: torch takes seconds
 
             started = time.perf_counter()
             result = dry_run(config, world, grid_of(config), len(Channels.of(config.data).variables))
             written = "; blocks run as they are written, not compiled" if config.compile.enable else ""
             seconds = time.perf_counter() - started
             print(f"{result.table()}\n\nno rank was started{written}; {seconds:.0f} s")
-        elif options.calibrate:
-            from planning.calibration import CALIBRATION as folder
-            from planning.calibration import calibrate
-
-            calibrate(config, grid_of(config), len(Channels.of(config.data).variables), folder)
-            seconds = run_record(folder).seconds
-            print(f"{folder}: {seconds:,.4f} s a step, of one micro-batch; use it with --anchor {folder}")
         elif not cluster:
-            raise ConfigError("plan.py: give a cluster: --cluster a100x64 (or --calibrate, --dry_run)")
+            raise ConfigError("plan.py: give a cluster: --cluster a100x64 (or --dry_run)")
         else:
             sys.exit(make_plan(config, cluster, options))
 
