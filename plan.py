@@ -110,9 +110,20 @@ def make_plan(config: Config, cluster: Cluster, options: argparse.Namespace) -> 
         reason = "adapters are not in the planner's closed forms; use --dry_run"
         refuse("lora.enable", True, f"{reason}, or set it to false for an upper limit")
     cluster, unused = anchored(cluster, options.anchor)
-    original = config
+    original, training = config, config.training
     if options.layout == "auto":
-        config = choose_local_batch(config, cluster.devices)
+        # The largest local batch, at most the configured one, that divides the samples of a rank; the search
+        # tries the others. A check refuses other settings that are not valid.
+        if training.global_batch_size < 1 and training.global_batch_size != -1:
+            check(config)
+        dp = resolve_degrees(cluster.devices, config.parallelism).dp
+        smallest = training.local_batch_size * dp
+        batch = smallest if training.global_batch_size < 0 else training.global_batch_size
+        local = max(n for n in divisors(max(batch // dp, 1)) if n <= training.local_batch_size)
+        training = dataclasses.replace(training, local_batch_size=local, global_batch_size=-1)
+        check(dataclasses.replace(config, training=training))
+        training = dataclasses.replace(training, global_batch_size=max(batch, 1))
+        config = dataclasses.replace(config, training=training)
     work = job(config, cluster.devices)
     work = work.replace(copies_ahead=0 if cluster.shared else COPIES_AHEAD)  # a CPU uses the batch in place
     check_device(work, cluster)
@@ -168,22 +179,6 @@ def anchored(cluster: Cluster, run: str) -> tuple[Cluster, str]:
             raise
         return cluster, f"no anchor; {str(error).removeprefix('--anchor ')}"
     return dataclasses.replace(cluster, anchor=anchor), ""
-
-
-def choose_local_batch(config: Config, world: int) -> Config:
-    """Return a configuration with the largest local batch, at most the configured one, that divides the
-    samples of a rank; the search tries the others. Raises ConfigError if another setting is invalid.
-    """
-    training = config.training
-    if training.global_batch_size < 1 and training.global_batch_size != -1:
-        check(config)  # which refuses it
-    dp = resolve_degrees(world, config.parallelism).dp
-    batch = training.local_batch_size * dp if training.global_batch_size < 0 else training.global_batch_size
-    local = max(n for n in divisors(max(batch // dp, 1)) if n <= training.local_batch_size)
-    chosen = dataclasses.replace(training, local_batch_size=local, global_batch_size=-1)
-    check(dataclasses.replace(config, training=chosen))
-    chosen = dataclasses.replace(training, local_batch_size=local, global_batch_size=max(batch, 1))
-    return dataclasses.replace(config, training=chosen)
 
 
 def job(config: Config, world: int) -> Workload:

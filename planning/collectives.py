@@ -62,7 +62,11 @@ class Recorder(TorchDispatchMode):
 
     def __post_init__(self) -> None:
         super().__init__()
-        self.axes = group_axes(self.mesh)
+        # By ranks, not by name: DTensor reuses the groups of an earlier equal mesh.
+        self.axes: dict[tuple[int, ...], str] = {}
+        for mesh in (self.mesh.parameters, self.mesh.grid):
+            for axis in mesh.mesh_dim_names or ():
+                self.axes[tuple(dist.get_process_group_ranks(mesh.get_group(axis)))] = axis
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
@@ -101,15 +105,3 @@ def group_ranks(args: Any) -> tuple[int, ...]:
         if isinstance(arg, torch.ScriptObject) and "ProcessGroup" in str(arg._type()):
             return tuple(dist.get_process_group_ranks(dist.ProcessGroup.unbox(arg)))  # type: ignore[attr-defined]
     return ()
-
-
-def group_axes(mesh: Mesh) -> dict[tuple[int, ...], str]:
-    """Map the ranks of each group of this rank to the axis of the mesh.
-
-    Groups are identified by ranks, not by name, because DTensor reuses the groups of an earlier equal mesh.
-    """
-    axes = {}
-    for device_mesh in (mesh.parameters, mesh.grid):
-        for axis in device_mesh.mesh_dim_names or ():
-            axes[tuple(dist.get_process_group_ranks(device_mesh.get_group(axis)))] = axis
-    return axes

@@ -8,7 +8,6 @@ MemTracker's, collectives are the Recorder's.
 import warnings
 from collections import Counter, OrderedDict
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -113,7 +112,7 @@ def _run(config: Config, fields: Fields) -> DryRun:
         smallest = config.training.local_batch_size * mesh.degrees.dp
         run = Run(config, assembly, state, np.ones(fields.grid.shape[0]), len(batches) * smallest)
         with batches.record:
-            with tracking(tracker):
+            with tracker:
                 loss = accumulate_gradients(run, 1, batches)
             gradients = sum(local_bytes(p.grad) for p in model.parameters.values() if p.grad is not None)
             # Not tracked: as fake tensors, operators in place have temporaries.
@@ -155,6 +154,7 @@ class StepTracker(MemTracker):
 
     torch waits for every parameter's gradient: a frozen one (LoRA) has none. DTensor computes the shape of a
     result that it has not seen before on whole tensors, under the same FakeTensorMode: they take no memory.
+    DTensor is patched inside, as torch 2.11 lacks the hook of later ones around that computation.
     """
 
     in_propagation = False
@@ -162,6 +162,23 @@ class StepTracker(MemTracker):
     def __init__(self) -> None:
         super().__init__()
         self._mod_tracker = ModulesWithoutHooks()
+        self._compute_shapes = ShardingPropagator._propagate_tensor_meta_non_cached
+
+    def __enter__(self) -> "StepTracker":
+        def propagate(propagator: ShardingPropagator, schema: OpSchema) -> Any:
+            self.in_propagation = True
+            try:
+                return self._compute_shapes(propagator, schema)
+            finally:
+                self.in_propagation = False
+
+        ShardingPropagator._propagate_tensor_meta_non_cached = propagate  # type: ignore[assignment]
+        super().__enter__()
+        return self
+
+    def __exit__(self, *args: Any) -> None:
+        ShardingPropagator._propagate_tensor_meta_non_cached = self._compute_shapes
+        super().__exit__(*args)
 
     def _track_module_params_and_buffers(
         self, module: nn.Module, install_grad_hooks: bool = True
@@ -182,27 +199,6 @@ class StepTracker(MemTracker):
             if self._peak_mem.get(device, 0) < snapshot["Total"]:
                 self._peak_mem[device] = snapshot["Total"]
                 self._peak_mem_snap[device] = dict(snapshot)
-
-
-@contextmanager
-def tracking(tracker: StepTracker) -> Iterator[None]:
-    """Track memory, except in DTensor's computation of shapes."""
-    compute = ShardingPropagator._propagate_tensor_meta_non_cached
-
-    def propagate(propagator: ShardingPropagator, schema: OpSchema) -> Any:
-        tracker.in_propagation = True
-        try:
-            return compute(propagator, schema)
-        finally:
-            tracker.in_propagation = False
-
-    # Patched, as torch 2.11 lacks the hook of later ones around it.
-    ShardingPropagator._propagate_tensor_meta_non_cached = propagate  # type: ignore[assignment]
-    try:
-        with tracker:
-            yield
-    finally:
-        ShardingPropagator._propagate_tensor_meta_non_cached = compute
 
 
 class FakeBatches:

@@ -4,6 +4,7 @@ Every formula is next to its component; docs/planning.md derives them. s below i
 micro-batch that a rank has between blocks, x width, in the precision of matrices.
 """
 
+import statistics
 from dataclasses import dataclass
 
 from planning.architecture import Shapes, count, cut, padded
@@ -255,7 +256,8 @@ def scores_bytes(work: Workload) -> float:
     """Return the bytes of the "math" kernel's T scores per token and head; a ring recomputes them."""
     if work.attention != "math" or (work.degrees.cp > 1 and work.method == "ring"):
         return 0
-    return unit_bytes(work) / work.model.head_dim * work.model.mean_window_tokens
+    attended = statistics.mean(work.model.window_tokens or (work.model.tokens,))  # by a token
+    return unit_bytes(work) / work.model.head_dim * attended
 
 
 def recomputed(work: Workload) -> float:

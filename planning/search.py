@@ -90,7 +90,10 @@ def candidates(work: Workload, cluster: Cluster) -> Iterator[Workload]:
     work = work.replace(compiled=True, offload=False, zero1=False)
     for degrees in layouts(work, cluster):
         samples = work.global_batch // degrees.dp  # of a rank, in a step
-        for (mode, every_n), batch in product(modes.items(), micro_batches(samples, degrees)):
+        batches = [n for n in divisors(samples) if n <= MAX_MICRO_BATCH]
+        if degrees.pp > 1:  # fewer than twice as many as stages leave the pipeline idle for a third
+            batches = [n for n in batches if samples // n >= degrees.pp][:3]
+        for (mode, every_n), batch in product(modes.items(), batches):
             changed = work.replace(degrees=degrees, ac_mode=mode, every_n=every_n)
             if degrees.pp > 1:
                 yield changed.replace(local_batch=samples, pipeline_micro_batch=batch, schedule="1F1B")
@@ -114,14 +117,6 @@ def layouts(work: Workload, cluster: Cluster) -> Iterator[Degrees]:
             for shard in sorted({1, max(node // (tp * cp), 1), rest}):
                 if rest % shard == 0:
                     yield Degrees(pp, rest // shard, shard, cp, tp)
-
-
-def micro_batches(samples: int, degrees: Degrees) -> list[int]:
-    """Sizes of micro-batches of a rank with `samples`: divisors; of a pipeline the smaller ones."""
-    found = [n for n in divisors(samples) if n <= MAX_MICRO_BATCH]
-    if degrees.pp > 1:  # fewer than twice as many as stages leave the pipeline idle for a third
-        return [n for n in found if samples // n >= degrees.pp][:3]
-    return found
 
 
 def divisors(n: int) -> list[int]:
