@@ -149,7 +149,7 @@ def make_plan(config: Config, cluster: Cluster, options: argparse.Namespace) -> 
     if options.story:
         blocks.append(story(work, cluster, config.training.steps))
     blocks += [cluster.anchor.line()] if cluster.anchor else [unused] if unused else []
-    print("\n\n".join([*blocks, data_line(read_bytes, cluster)]))
+    print("\n\n".join(blocks + [data_line(read_bytes, cluster)]))
     return 0 if fit else 1
 
 

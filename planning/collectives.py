@@ -86,8 +86,10 @@ def collectives_table(made: Counter[Collective]) -> str:
     for call, number in made.items():
         calls[call.axis, call.kind] += number
         sizes[call.axis, call.kind] += number * call.size
-    rows = [(*key, number, f"{sizes[key] / 2**20:.3f} MiB") for key, number in sorted(calls.items())]
-    return text_table("<14 <16 >8 >20", [("axis", "collective", "calls", "bytes a rank"), *rows])
+    rows: list[tuple[object, ...]] = [("axis", "collective", "calls", "bytes a rank")]
+    for (axis, kind), number in sorted(calls.items()):
+        rows.append((axis, kind, number, f"{sizes[axis, kind] / 2**20:.3f} MiB"))
+    return text_table("<14 <16 >8 >20", rows)
 
 
 def total_bytes(value: Any) -> int:

@@ -63,7 +63,7 @@ class DryRun:
             f"{'peak of the step':<28}{mib(self.peak.get('Total', 0))}",
             *(f"    {kind:<24}{mib(size)}" for kind, size in self.peak.items() if kind != "Total" and size),
         ]
-        return "\n".join([*lines, "", collectives_table(self.calls)])
+        return "\n".join(lines + ["", collectives_table(self.calls)])
 
 
 def mib(size: int) -> str:

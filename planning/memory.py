@@ -40,7 +40,7 @@ def memory(work: Workload) -> Memory:
     ends = [(True, False), (False, True)]
     if work.schedule == "ZBVZeroBubble":  # the first rank has the first stage and the last
         ends = [(True, True), (False, False)]
-    return max((stage_memory(work, *end) for end in ends), key=lambda stage: stage.peak)
+    return max((stage_memory(work, first, last) for first, last in ends), key=lambda stage: stage.peak)
 
 
 def stage_memory(work: Workload, first: bool, last: bool) -> Memory:
@@ -229,8 +229,8 @@ def block_activations(work: Workload, mode: str) -> float:
     if mode in ("full", "every_n_blocks"):
         return s / (work.every_n if mode == "every_n_blocks" else 1)
     sums = 4 * work.states_at_once * model.heads * work.rank_tokens  # log-sum-exp of attention
-    exchanged = 1 if work.degrees.cp > 1 else 0  # attention's output before and after it went back
-    if work.method == "all_gather" and exchanged:  # keys and values of all ranks instead
+    exchanged = 1.0 * bool(work.shares_by)  # attention's output before and after it went back
+    if work.shares_by == "all_gather":  # keys and values of all ranks instead
         exchanged = (qkv - 1) * work.degrees.cp
     if mode == "selective":
         # Uncompiled, float8 keeps the output of the last product, too: its input is saved after it has run.
@@ -238,23 +238,21 @@ def block_activations(work: Workload, mode: str) -> float:
         return s * (1 + qkv + 1 + hidden) + s * tp + scores_bytes(work) + sums
     if model.rotary and not model.qk_norm:  # norms keep what they read
         # Queries are rotated, too; windows are copies of what was rotated, and of values.
-        gathered = work.method == "all_gather" and work.degrees.cp > 1
-        qkv *= 0 if gathered else 1 - model.copied_fraction
+        qkv *= 0 if work.shares_by == "all_gather" else 1 - model.copied_fraction
     units = 1 + qkv + normed(work) + 1 + model.copied_fraction + exchanged + 1 + 2 * hidden
     return s * units + 2 * s * tp + scores_bytes(work) + sums
 
 
 def normed(work: Workload) -> int:
     """Queries, keys and values that are no parts of the qkv product's output, in units: normed or rotated."""
-    around = work.method if work.degrees.cp > 1 else ""
-    if not work.model.qk_norm and (not work.model.rotary or around == "ulysses"):
+    if not work.model.qk_norm and (not work.model.rotary or work.shares_by == "ulysses"):
         return 0  # what came back is stored, not what was rotated
-    return 2 if around in ("ring", "all_gather") else 3  # values go to other ranks as they are
+    return 2 if work.shares_by in ("ring", "all_gather") else 3  # values go to other ranks as they are
 
 
 def scores_bytes(work: Workload) -> float:
     """Return the bytes of the "math" kernel's T scores per token and head; a ring recomputes them."""
-    if work.attention != "math" or (work.degrees.cp > 1 and work.method == "ring"):
+    if work.attention != "math" or work.shares_by == "ring":
         return 0
     attended = statistics.mean(work.model.window_tokens or (work.model.tokens,))  # by a token
     return unit_bytes(work) / work.model.head_dim * attended
@@ -268,8 +266,8 @@ def recomputed(work: Workload) -> float:
     """
     s = unit_bytes(work)
     if work.ac_mode == "selective":
-        gathers = work.method == "all_gather" and work.degrees.cp > 1  # keys and values of all ranks
-        keys = (work.model.qkv_features / work.model.dim - 1) * work.degrees.cp * gathers
+        gathered = work.degrees.cp * (work.shares_by == "all_gather")  # keys and values of so many ranks
+        keys = (work.model.qkv_features / work.model.dim - 1) * gathered
         return s * (1 + work.degrees.tp + work.model.hidden_units + normed(work) + keys)
     if work.ac_mode in ("full", "every_n_blocks"):
         return min(work.segment, work.rank_layers) * block_activations(work, "none") - s

@@ -20,7 +20,7 @@ MAX_MICRO_BATCH = 64
 # Minimum speed-up of a layout with one more technique: each technique is a risk, and the difference should be
 # larger than the error of the plan.
 SIMPLICITY = 0.02
-Change = tuple[frozenset[str], Workload, Cluster]  # what is changed, the workload then, and its cluster
+Change = tuple[frozenset[str], Workload]  # what is changed, and the workload then
 
 
 @dataclass(frozen=True)
@@ -132,11 +132,13 @@ def changes_that_fit(work: Workload, cluster: Cluster) -> list[Plan]:
     Tries single changes, then pairs if these are not enough. The cost is device-seconds per step; cpu_offload
     comes last, because its time depends on the host, for which the planner is least accurate.
     """
-    tried = [each for each in changes(work, cluster) if memory(each[1]).peak < memory(work).peak]
-    found = fitting(tried)
+    peak = memory(work).peak
+    tried = [(keys, less) for keys, less in changes(work, cluster) if memory(less).peak < peak]
+    found = fitting(tried, cluster)
     if len(found) < 3:
-        pairs = ((one, two) for one in tried for two in changes(*one[1:]) if one[0] != two[0])
-        found += fitting((one[0] | two[0], *two[1:]) for one, two in pairs)
+        for keys, less in tried:
+            pairs = [(keys | more, both) for more, both in changes(less, cluster) if more != keys]
+            found += fitting(pairs, cluster)
     found.sort(key=lambda change: (change[1].work.offload, change[1].device_seconds, len(change[0])))
     cheapest: dict[frozenset[str], Plan] = {}  # one value of each key, or pair of keys
     for keys, made in found:
@@ -148,11 +150,13 @@ def speedups(made: Plan, cluster: Cluster) -> list[Plan]:
     """Return the plans after single changes that fit on the same devices and make a step of the same samples
     faster, one per key, fastest first. More ranks per sample save memory, not time.
     """
-    d = made.work.degrees
-    after = [(each, each[1].degrees) for each in changes(made.work, cluster)]
-    tried = [each for each, new in after if new.world == d.world and new.tp <= d.tp and new.cp <= d.cp]
+    tried, d = [], made.work.degrees
+    for keys, after in changes(made.work, cluster):
+        new = after.degrees
+        if new.world == d.world and new.tp <= d.tp and new.cp <= d.cp:
+            tried.append((keys, after))
     faster: dict[frozenset[str], Plan] = {}
-    for keys, found in sorted(fitting(tried), key=lambda change: change[1].time.total):
+    for keys, found in sorted(fitting(tried, cluster), key=lambda change: change[1].time.total):
         if found.time.total < (1 - SIMPLICITY) * made.time.total:
             faster.setdefault(keys, found)
     return list(faster.values())
@@ -177,9 +181,14 @@ def cheapest_changes(work: Workload, cluster: Cluster, config: Config) -> str:
     return f"change {' or '.join(found)}" if found else "plan.py --layout auto looks for a layout that fits"
 
 
-def fitting(tried: Iterable[Change]) -> list[tuple[frozenset[str], Plan]]:
-    made = [(keys, plan(work, cluster), cluster) for keys, work, cluster in tried]
-    return [(keys, found) for keys, found, cluster in made if fits(found, cluster)]
+def fitting(tried: Iterable[Change], cluster: Cluster) -> list[tuple[frozenset[str], Plan]]:
+    """Return the plans that fit, each on as many devices of this machine as it takes."""
+    found = []
+    for keys, work in tried:
+        machine = cluster.with_devices(work.degrees.world)
+        if fits(made := plan(work, machine), machine):
+            found.append((keys, made))
+    return found
 
 
 def changes(work: Workload, cluster: Cluster) -> Iterator[Change]:
@@ -209,9 +218,9 @@ def changes(work: Workload, cluster: Cluster) -> Iterator[Change]:
     for key, changed in named:
         after = work.replace(**changed)
         if after != work:
-            yield key, after, cluster
+            yield key, after
     for factor in (2, 4, 8):
         replicas = factor if work.zero1 else 1
         more = Degrees(d.pp, d.dp_replicate * replicas, d.dp_shard * factor // replicas, d.cp, d.tp)
         if work.global_batch % (more.dp * work.local_batch) == 0:
-            yield frozenset(["devices"]), work.replace(degrees=more), cluster.with_devices(more.world)
+            yield frozenset(["devices"]), work.replace(degrees=more)

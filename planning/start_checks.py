@@ -77,10 +77,10 @@ def open_checked(config: Config) -> Selection:
     check_folder("job.dump_folder", config.dump_folder, config.data)
     lead_hours = config.validation.lead_hours if config.validation.enable else ()
     longest = config.training.states_ahead
-    data, checks = config.data, (config.model.patch_size, lead_hours, longest)
+    data, patch_size = config.data, config.model.patch_size
     # Ranks, which exist already, find a store that is complete.
     may_convert = int(os.environ.get("WORLD_SIZE", "1")) == 1
-    selection = open_for_training(data, *checks, may_convert)
+    selection = open_for_training(data, patch_size, lead_hours, longest, may_convert)
     grid, num_variables = selection.archive.grid, len(selection.variables)
     check_model(config, grid)
 
@@ -105,7 +105,7 @@ def open_checked(config: Config) -> Selection:
     require(batch <= samples, "training.local_batch_size", batch, reason)
     check_resume(config, selection)
     check_steps(config.dump_folder / "checkpoints", config.training.steps, config.checkpoint.enable)
-    return convert_selection(data, *checks, selection)
+    return convert_selection(data, patch_size, lead_hours, longest, selection)
 
 
 def check_machine(config: Config) -> None:

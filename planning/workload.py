@@ -14,33 +14,6 @@ from planning.architecture import Architecture, architecture_of
 from training.due import Rollouts
 
 ITEMSIZE = {"float32": 4, "bfloat16": 2, "float16": 2}
-# Field of a workload -> the configuration key that has its value.
-KEYS = {
-    "reshard": "parallelism.fsdp_reshard_after_forward",
-    "offload": "parallelism.cpu_offload",
-    "local_batch": "training.local_batch_size",
-    "dtype": "training.mixed_precision_param",
-    "float8": "float8.enable",
-    "ac_mode": "activation_checkpoint.mode",
-    "compiled": "compile.enable",
-    "every_n": "activation_checkpoint.every_n_blocks",
-    "attention": "model.attention_backend",
-    "method": "parallelism.context_parallel_method",
-    "schedule": "parallelism.pipeline_parallel_schedule",
-    "pipeline_micro_batch": "parallelism.pipeline_parallel_microbatch_size",
-    "optimizer": "optimizer.name",
-    "history": "data.history",
-    "members": "training.members",
-}
-SEARCHED = (
-    "reshard",
-    "offload",
-    "local_batch",
-    "dtype",
-    "float8",
-    "ac_mode",
-    "compiled",
-)  # by planning/search.py
 
 
 @dataclass(frozen=True)
@@ -184,6 +157,11 @@ class Workload:
         return num_stages(self.schedule, self.degrees.pp) // self.degrees.pp
 
     @property
+    def shares_by(self) -> str:
+        """The method of context parallelism; "" without it."""
+        return self.method if self.degrees.cp > 1 else ""
+
+    @property
     def fsdp_ranks(self) -> int:
         return self.degrees.dp_shard * self.degrees.cp
 
@@ -209,46 +187,66 @@ def workload_of(config: Config, world: int, grid_shape: tuple[int, int], num_var
         raise ConfigError(
             f'model.name = "{config.model.name}": plan.py knows the {known}; for others use --dry_run'
         )
-    training = config.training
-    degrees = resolve_degrees(world, config.parallelism)
-    inputs, cells = len(Channels.of(config.data, config.model.noise_dim).inputs), math.prod(grid_shape)
-    values = {field: configured(config, key) for field, key in KEYS.items()}
+    training, parallelism, ac = config.training, config.parallelism, config.activation_checkpoint
+    degrees = resolve_degrees(world, parallelism)
+    named = Channels.of(config.data, config.model.noise_dim)
+    channels, history = len(named.inputs), config.data.history
     smallest = training.local_batch_size * degrees.dp
+    cells = math.prod(grid_shape)
+    model = architecture_of(config.model, grid_shape, channels, num_variables)
+    rollouts = Rollouts.of(training)
     return Workload(
-        model=architecture_of(config.model, grid_shape, inputs, num_variables),
+        model=model,
         degrees=degrees,
+        local_batch=training.local_batch_size,
         global_batch=smallest if training.global_batch_size < 0 else training.global_batch_size,
+        dtype=training.mixed_precision_param,
         reduce_itemsize=ITEMSIZE[training.mixed_precision_reduce],
         field_values=num_variables * cells,
-        input_values=inputs * cells,
-        zero1=config.parallelism.data_parallel == "zero1",
-        ema=training.ema_decay > 0,
-        rolls=training.augmentation != "none",
-        rollout_steps=Rollouts.of(training).longest,
-        **values,
+        input_values=channels * cells,
+        ac_mode=ac.mode,
+        every_n=ac.every_n_blocks,
+        compiled=config.compile.enable,
+        float8=config.float8.enable,
+        attention=config.model.attention_backend,
+        reshard=parallelism.fsdp_reshard_after_forward,
+        zero1=parallelism.data_parallel == "zero1",
+        offload=parallelism.cpu_offload,
+        method=parallelism.context_parallel_method,
+        schedule=parallelism.pipeline_parallel_schedule,
+        pipeline_micro_batch=parallelism.pipeline_parallel_microbatch_size,
+        ema=config.training.ema_decay > 0,
+        rolls=config.training.augmentation != "none",
+        optimizer=config.optimizer.name,
+        history=history,
+        members=training.members,
+        rollout_steps=rollouts.longest,
     )
-
-
-def configured(config: Config, key: str) -> Any:
-    """Return the value of "section.key"."""
-    section, _, name = key.partition(".")
-    return getattr(getattr(config, section), name)
 
 
 def changed_settings(work: Workload, config: Config) -> dict[str, Any]:
     """Return the keys, with values, that give `work` in place of the workload of `config`."""
     d, shards = work.degrees, config.parallelism.data_parallel_shard_degree
-    wanted: dict[str, Any] = {
+    wanted = {
         "parallelism.data_parallel": "zero1" if work.zero1 else "auto",
         "parallelism.data_parallel_replicate_degree": d.dp_replicate,
         "parallelism.data_parallel_shard_degree": shards if shards == d.dp_shard else -1,  # -1: the rest
         "parallelism.tensor_parallel_degree": d.tp,
         "parallelism.context_parallel_degree": d.cp,
         "parallelism.pipeline_parallel_degree": d.pp,
+        "parallelism.fsdp_reshard_after_forward": work.reshard,
+        "parallelism.cpu_offload": work.offload,
+        "training.local_batch_size": work.local_batch,
+        "training.mixed_precision_param": work.dtype,
+        "float8.enable": work.float8,
+        "activation_checkpoint.mode": work.ac_mode,
+        "compile.enable": work.compiled,
     }
-    wanted |= {key: getattr(work, field) for field, key in KEYS.items() if field in SEARCHED}
     if d.pp > 1:
-        wanted |= {KEYS["schedule"]: work.schedule, KEYS["pipeline_micro_batch"]: work.micro_batch}
+        wanted["parallelism.pipeline_parallel_schedule"] = work.schedule
+        wanted["parallelism.pipeline_parallel_microbatch_size"] = work.micro_batch
     if config.training.global_batch_size != -1 or work.accumulation > 1:
         wanted["training.global_batch_size"] = work.global_batch
-    return {key: value for key, value in wanted.items() if value != configured(config, key)}
+    sections = dataclasses.asdict(config).items()
+    configured = {f"{section}.{key}": value for section, keys in sections for key, value in keys.items()}
+    return {key: value for key, value in wanted.items() if value != configured[key]}

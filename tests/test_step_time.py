@@ -91,7 +91,7 @@ def test_offload_is_advised_last():
     """39 B on 8 A100: over many micro-batches the host's update is cheap, and still it is last."""
     cluster, model = load_cluster("a100x8"), vit(8192, 64)
     large = WORK.replace(model=model, degrees=Degrees(dp_shard=8), local_batch=1, ac_mode="full")
-    cheapest = min(fitting(changes(large, cluster)), key=lambda change: change[1].device_seconds)
+    cheapest = min(fitting(changes(large, cluster), cluster), key=lambda change: change[1].device_seconds)
     assert cheapest[0] == {"offload"}
     found = changes_that_fit(large, cluster)
     assert [made.work.offload for made in found] == [False, True]
