@@ -77,8 +77,16 @@ def stage_memory(work: Workload, first: bool, last: bool) -> Memory:
     pipeline = pipeline_gradient_bytes(work, first, last)
     if work.schedule == "GPipe":  # the first backward pass has no gradients yet, the next less stored
         pipeline = max(pipeline - stored / copies, 0.0)
+    # Fields in float32: the states as read and, if they are, as rolled; windows of a rollout; and the shards
+    # of input, truth and weights, the last two kinds of each member. Of a rollout there is, too, the gradient
+    # of the next window, and the shard of its new state.
+    crosses = work.rollout_steps > 1
+    stacked = 2 if work.degrees.pp > 1 and last else 1  # what a pipeline's last stage needs
+    shards = stacked * (2 + crosses) * values / (work.degrees.cp * tp) + work.input_values / work.degrees.cp
+    windows = work.history * (work.rollout_steps + 1) * crosses
+    states = work.states_read * (1 + work.rolls) + work.members * windows
     step = always | {
-        "fields": field_bytes(work, last),
+        "fields": FLOAT32 * work.local_batch * (states * values + work.members * shards),
         "buckets of DDP": masters * work.uses_ddp,
         "gradients of a pipeline": pipeline,
         # If a rank has two stages, torch keeps sent tensors until the end of the step.
@@ -137,7 +145,7 @@ def stage_memory(work: Workload, first: bool, last: bool) -> Memory:
     if work.rollout_steps > 1:  # a pipeline makes the forecasts of all micro-batches at once
         # In float32 the states as read, the windows so far, and of the last one the state in physical units
         # and as normalised, and the input before and after it is cut into patches.
-        states = work.states_read * (1 + work.rolls)
+        states = work.states_read * (1 + work.rolls)  # without windows
         of_member = (work.history * (work.rollout_steps - 1) + 2) * values + 2 * work.input_values
         moments["forecast of a rollout"] = always | {
             "gradients": masters * (work.accumulation > 1),
@@ -272,20 +280,3 @@ def recomputed(work: Workload) -> float:
     if work.ac_mode in ("full", "every_n_blocks"):
         return min(work.segment, work.rank_layers) * block_activations(work, "none") - s
     return 0.0
-
-
-# -- fields
-
-
-def field_bytes(work: Workload, last: bool = True) -> float:
-    """float32: the states as read and, if they are, as rolled; windows of a rollout; and the shards of input,
-    truth and weights, the last two kinds of each member.
-
-    Of a rollout there is, too, the gradient of the next window, and the shard of its new state.
-    """
-    cp, tp, crosses = work.degrees.cp, work.degrees.tp, work.rollout_steps > 1
-    times = 2 if work.degrees.pp > 1 and last else 1  # what a pipeline's last stage needs is stacked
-    shards = work.input_values / cp + times * (2 + crosses) * work.field_values / (cp * tp)
-    windows = (work.rollout_steps + 1) * crosses
-    whole = work.states_read * (1 + work.rolls) + work.members * work.history * windows
-    return FLOAT32 * work.local_batch * (whole * work.field_values + work.members * shards)

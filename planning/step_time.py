@@ -261,27 +261,22 @@ def attention_seconds(work: Workload, device: Device, backward: bool) -> float:
     return seconds / blocks.total() / work.degrees.cp
 
 
-def elementwise_units(work: Workload, backward: bool) -> dict[str, float]:
-    """Operation -> units that it reads and writes in a block; compiled, neighbours are fused.
+def elementwise_seconds(work: Workload, device: Device, backward: bool) -> float:
+    """Return the seconds in which a block reads and writes its tokens; compiled, neighbours are fused.
 
-    Gradients of biases are sums over tokens, backward.
+    Gradients of biases are sums over tokens. Each pass also casts weights: float32 ones are read and copies written, or gradients the other way round;
+    FSDP moves about as much, as it casts shards and copies what it gathered into place.
     """
     hidden = work.model.mlp_dim / work.model.dim
     activation, passes = constants.ACTIVATION_PASSES[backward]
     units = constants.PASSES[work.compiled, backward] | {activation: passes * hidden}
     if not work.compiled and work.itemsize < FLOAT32:
         units["norm cast"] = constants.NORM_CASTS[backward]
-    return units | {"sum": (5 + hidden) * backward}
-
-
-def elementwise_seconds(work: Workload, device: Device, backward: bool) -> float:
-    """Each pass also casts weights: float32 ones are read and copies written, or gradients the other way
-    round; FSDP moves about as much, as it casts shards and copies what it gathered into place.
-    """
-    sizes = {name: unit_bytes(work) * units for name, units in elementwise_units(work, backward).items()}
+    units["sum"] = (5 + hidden) * backward
+    sizes = {operation: unit_bytes(work) * number for operation, number in units.items()}
     if work.itemsize < FLOAT32 or work.uses_fsdp:
         sizes["cast"] = (FLOAT32 + work.itemsize) * count(cut(work.model.block, work.degrees.tp))
-    return sum(device.elementwise_seconds(size, name) for name, size in sizes.items() if size)
+    return sum(device.elementwise_seconds(size, operation) for operation, size in sizes.items() if size)
 
 
 # -- the update
