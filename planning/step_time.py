@@ -264,8 +264,9 @@ def attention_seconds(work: Workload, device: Device, backward: bool) -> float:
 def elementwise_seconds(work: Workload, device: Device, backward: bool) -> float:
     """Return the seconds in which a block reads and writes its tokens; compiled, neighbours are fused.
 
-    Gradients of biases are sums over tokens. Each pass also casts weights: float32 ones are read and copies written, or gradients the other way round;
-    FSDP moves about as much, as it casts shards and copies what it gathered into place.
+    Gradients of biases are sums over tokens. Each pass also casts weights: float32 ones are read and copies
+    written, or gradients the other way round; FSDP moves about as much, as it casts shards and copies what it
+    gathered into place.
     """
     hidden = work.model.mlp_dim / work.model.dim
     activation, passes = constants.ACTIVATION_PASSES[backward]
