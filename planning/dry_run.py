@@ -82,59 +82,56 @@ def dry_run(config: Config, world_size: int, grid: Grid, num_variables: int) -> 
     warnings.filterwarnings("ignore", category=UserWarning)  # torch's about fake groups
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world_size)
     try:
-        return _run(config, Fields.standard(config, grid, num_variables))
+        fields = Fields.standard(config, grid, num_variables)
+        device, fake = torch.device("cpu"), FakeTensorMode(allow_non_fake_inputs=True)
+        mesh = mesh_of(config.parallelism, device)
+        assembly = assemble(config, fields, mesh, device, memory=fake)
+        model = assembly.model
+        state = replace(build_state(config, assembly), scaler=LossScaler(False))  # a scaler reads values
+        tracker = StepTracker()
+        for part in model.parts:
+            if isinstance(part, DistributedDataParallel):
+                part.register_comm_hook(None, reduced_bucket)
+        with fake:
+            # Allocate the optimizer states, as after the first step: the peak of a run is that of its second.
+            for parameter in model.optimized_parameters().values():
+                parameter.grad = torch.zeros_like(parameter)
+            state.optimizer.step()
+            model.zero_grad()
+            tracker.track_external(*model.parts, state.optimizer)
+            if state.average:
+                tracker.track_external(*state.average.averages.values())
+            for part in model.parts:
+                tracker._track_module_params_and_buffers(part)
+            batches = FakeBatches(config, fields, mesh.degrees, Recorder(mesh))
+            smallest = config.training.local_batch_size * mesh.degrees.dp
+            run = Run(config, assembly, state, np.ones(fields.grid.shape[0]), len(batches) * smallest)
+            with batches.record:
+                with tracker:
+                    loss = accumulate_gradients(run, 1, batches)
+                gradients = sum(local_bytes(p.grad) for p in model.parameters.values() if p.grad is not None)
+                # Not tracked: as fake tensors, operators in place have temporaries.
+                update_weights(run, 1, loss)
+                model.zero_grad()
+        states = [v for moments in state.optimizer.state.values() for v in moments.values()]
+        states = [value for value in states if isinstance(value, Tensor)]
+        parameters = model.parameters.values()
+        peak = tracker.get_tracker_snapshot("peak")[device]
+        # The collectives of every micro-batch that the first one represents.
+        calls = batches.record.calls + Counter(
+            {call: number * (batches.accumulation - 2) for call, number in batches.first.items()}
+        )
+        return DryRun(
+            degrees=mesh.degrees,
+            total_parameters=4 * assembly.num_parameters,
+            parameters=sum(map(local_bytes, parameters)),
+            gradients=gradients,
+            optimizer=sum(map(local_bytes, states)),
+            peak={str(getattr(kind, "value", kind)): n for kind, n in peak.items()},
+            calls=calls,
+        )
     finally:
         dist.destroy_process_group()
-
-
-def _run(config: Config, fields: Fields) -> DryRun:
-    device, fake = torch.device("cpu"), FakeTensorMode(allow_non_fake_inputs=True)
-    mesh = mesh_of(config.parallelism, device)
-    assembly = assemble(config, fields, mesh, device, memory=fake)
-    model = assembly.model
-    state = replace(build_state(config, assembly), scaler=LossScaler(False))  # a scaler reads values
-    tracker = StepTracker()
-    for part in model.parts:
-        if isinstance(part, DistributedDataParallel):
-            part.register_comm_hook(None, reduced_bucket)
-    with fake:
-        # Allocate the optimizer states, as after the first step: the peak of a run is that of its second.
-        for parameter in model.optimized_parameters().values():
-            parameter.grad = torch.zeros_like(parameter)
-        state.optimizer.step()
-        model.zero_grad()
-        tracker.track_external(*model.parts, state.optimizer)
-        if state.average:
-            tracker.track_external(*state.average.averages.values())
-        for part in model.parts:
-            tracker._track_module_params_and_buffers(part)
-        batches = FakeBatches(config, fields, mesh.degrees, Recorder(mesh))
-        smallest = config.training.local_batch_size * mesh.degrees.dp
-        run = Run(config, assembly, state, np.ones(fields.grid.shape[0]), len(batches) * smallest)
-        with batches.record:
-            with tracker:
-                loss = accumulate_gradients(run, 1, batches)
-            gradients = sum(local_bytes(p.grad) for p in model.parameters.values() if p.grad is not None)
-            # Not tracked: as fake tensors, operators in place have temporaries.
-            update_weights(run, 1, loss)
-            model.zero_grad()
-    states = [v for moments in state.optimizer.state.values() for v in moments.values()]
-    states = [value for value in states if isinstance(value, Tensor)]
-    parameters = model.parameters.values()
-    peak = tracker.get_tracker_snapshot("peak")[device]
-    # The collectives of every micro-batch that the first one represents.
-    calls = batches.record.calls + Counter(
-        {call: number * (batches.accumulation - 2) for call, number in batches.first.items()}
-    )
-    return DryRun(
-        degrees=mesh.degrees,
-        total_parameters=4 * assembly.num_parameters,
-        parameters=sum(map(local_bytes, parameters)),
-        gradients=gradients,
-        optimizer=sum(map(local_bytes, states)),
-        peak={str(getattr(kind, "value", kind)): n for kind, n in peak.items()},
-        calls=calls,
-    )
 
 
 class ModulesWithoutHooks(ModTracker):

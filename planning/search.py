@@ -1,5 +1,6 @@
 """Search over layouts of a job on a cluster: the fastest that fit, and changes with which a job fits."""
 
+import dataclasses
 import json
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -13,7 +14,7 @@ from planning.clusters import Cluster
 from planning.constants import ALLOCATOR_SLACK, GIB
 from planning.memory import Memory, memory
 from planning.step_time import StepTime, step_time
-from planning.workload import Workload, changed_settings
+from planning.workload import Workload
 
 DEGREES = (1, 2, 4, 8, 16)  # of pipelines and of context parallelism
 MAX_MICRO_BATCH = 64
@@ -166,9 +167,33 @@ def layout_options(work: Workload, config: Config, devices: int) -> str:
     """Return the options with which train.py takes this layout in place of that of `config` on so many
     devices. The global batch stays what it was.
     """
-    words = [f"{work.degrees.world} devices"] * (work.degrees.world != devices)
-    for key, value in changed_settings(work, config).items():
-        words.append(f"--{key} {json.dumps(value) if isinstance(value, bool) else value}")
+    d, shards = work.degrees, config.parallelism.data_parallel_shard_degree
+    wanted = {
+        "parallelism.data_parallel": "zero1" if work.zero1 else "auto",
+        "parallelism.data_parallel_replicate_degree": d.dp_replicate,
+        "parallelism.data_parallel_shard_degree": shards if shards == d.dp_shard else -1,  # -1: the rest
+        "parallelism.tensor_parallel_degree": d.tp,
+        "parallelism.context_parallel_degree": d.cp,
+        "parallelism.pipeline_parallel_degree": d.pp,
+        "parallelism.fsdp_reshard_after_forward": work.reshard,
+        "parallelism.cpu_offload": work.offload,
+        "training.local_batch_size": work.local_batch,
+        "training.mixed_precision_param": work.dtype,
+        "float8.enable": work.float8,
+        "activation_checkpoint.mode": work.ac_mode,
+        "compile.enable": work.compiled,
+    }
+    if d.pp > 1:
+        wanted["parallelism.pipeline_parallel_schedule"] = work.schedule
+        wanted["parallelism.pipeline_parallel_microbatch_size"] = work.micro_batch
+    if config.training.global_batch_size != -1 or work.accumulation > 1:
+        wanted["training.global_batch_size"] = work.global_batch
+    sections = dataclasses.asdict(config).items()
+    configured = {f"{section}.{key}": value for section, keys in sections for key, value in keys.items()}
+    words = [f"{d.world} devices"] * (d.world != devices)
+    for key, value in wanted.items():
+        if value != configured[key]:
+            words.append(f"--{key} {json.dumps(value) if isinstance(value, bool) else value}")
     return " ".join(words) or "as configured"
 
 

@@ -3,7 +3,6 @@
 import dataclasses
 import math
 from dataclasses import dataclass
-from typing import Any
 
 from config import Config
 from datasets.channels import Channels
@@ -222,31 +221,3 @@ def workload_of(config: Config, world: int, grid_shape: tuple[int, int], num_var
         members=training.members,
         rollout_steps=rollouts.longest,
     )
-
-
-def changed_settings(work: Workload, config: Config) -> dict[str, Any]:
-    """Return the keys, with values, that give `work` in place of the workload of `config`."""
-    d, shards = work.degrees, config.parallelism.data_parallel_shard_degree
-    wanted = {
-        "parallelism.data_parallel": "zero1" if work.zero1 else "auto",
-        "parallelism.data_parallel_replicate_degree": d.dp_replicate,
-        "parallelism.data_parallel_shard_degree": shards if shards == d.dp_shard else -1,  # -1: the rest
-        "parallelism.tensor_parallel_degree": d.tp,
-        "parallelism.context_parallel_degree": d.cp,
-        "parallelism.pipeline_parallel_degree": d.pp,
-        "parallelism.fsdp_reshard_after_forward": work.reshard,
-        "parallelism.cpu_offload": work.offload,
-        "training.local_batch_size": work.local_batch,
-        "training.mixed_precision_param": work.dtype,
-        "float8.enable": work.float8,
-        "activation_checkpoint.mode": work.ac_mode,
-        "compile.enable": work.compiled,
-    }
-    if d.pp > 1:
-        wanted["parallelism.pipeline_parallel_schedule"] = work.schedule
-        wanted["parallelism.pipeline_parallel_microbatch_size"] = work.micro_batch
-    if config.training.global_batch_size != -1 or work.accumulation > 1:
-        wanted["training.global_batch_size"] = work.global_batch
-    sections = dataclasses.asdict(config).items()
-    configured = {f"{section}.{key}": value for section, keys in sections for key, value in keys.items()}
-    return {key: value for key, value in wanted.items() if value != configured[key]}
