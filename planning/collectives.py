@@ -14,7 +14,6 @@ from torch import Tensor
 from torch.distributed.distributed_c10d import _resolve_process_group  # type: ignore[reportPrivateImportUsage]
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from command_line import text_table
 from parallelisms.mesh import Mesh
 from parallelisms.ring_attention import sends, sends_backward
 
@@ -78,18 +77,6 @@ class Recorder(TorchDispatchMode):
         for size in SENDS.get(name, lambda _: ())(args):
             self.calls[Collective("send", self.axes.get(group_ranks(args), "world"), size)] += 1
         return result
-
-
-def collectives_table(made: Counter[Collective]) -> str:
-    """Return a table with calls and total bytes of each kind and axis."""
-    calls, sizes = Counter(), Counter()
-    for call, number in made.items():
-        calls[call.axis, call.kind] += number
-        sizes[call.axis, call.kind] += number * call.size
-    rows: list[tuple[object, ...]] = [("axis", "collective", "calls", "bytes a rank")]
-    for (axis, kind), number in sorted(calls.items()):
-        rows.append((axis, kind, number, f"{sizes[axis, kind] / 2**20:.3f} MiB"))
-    return text_table("<14 <16 >8 >20", rows)
 
 
 def total_bytes(value: Any) -> int:

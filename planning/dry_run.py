@@ -25,12 +25,13 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils.hooks import RemovableHandle
 
+from command_line import text_table
 from config import Config
 from datasets.grid import Grid
 from errors import refuse
 from parallelisms.degrees import Degrees
 from parallelisms.mesh import mesh_of
-from planning.collectives import Collective, Recorder, collectives_table
+from planning.collectives import Collective, Recorder
 from training.assembly import Fields, assemble
 from training.batches import Batch
 from training.gradients import LossScaler
@@ -63,7 +64,13 @@ class DryRun:
             f"{'peak of the step':<28}{mib(self.peak.get('Total', 0))}",
             *(f"    {kind:<24}{mib(size)}" for kind, size in self.peak.items() if kind != "Total" and size),
         ]
-        return "\n".join(lines + ["", collectives_table(self.calls)])
+        # Calls and total bytes of each kind and axis.
+        rows: list[tuple[object, ...]] = [("axis", "collective", "calls", "bytes a rank")]
+        for axis, kind in sorted({(call.axis, call.kind) for call in self.calls}):
+            alike = {c: n for c, n in self.calls.items() if (c.axis, c.kind) == (axis, kind)}
+            size = sum(call.size * number for call, number in alike.items())
+            rows.append((axis, kind, sum(alike.values()), f"{size / 2**20:.3f} MiB"))
+        return "\n".join(lines + ["", text_table("<14 <16 >8 >20", rows)])
 
 
 def mib(size: int) -> str:

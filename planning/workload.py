@@ -187,15 +187,11 @@ def workload_of(config: Config, world: int, grid_shape: tuple[int, int], num_var
             f'model.name = "{config.model.name}": plan.py knows the {known}; for others use --dry_run'
         )
     training, parallelism, ac = config.training, config.parallelism, config.activation_checkpoint
-    degrees = resolve_degrees(world, parallelism)
-    named = Channels.of(config.data, config.model.noise_dim)
-    channels, history = len(named.inputs), config.data.history
+    degrees, cells = resolve_degrees(world, parallelism), math.prod(grid_shape)
+    channels = len(Channels.of(config.data, config.model.noise_dim).inputs)
     smallest = training.local_batch_size * degrees.dp
-    cells = math.prod(grid_shape)
-    model = architecture_of(config.model, grid_shape, channels, num_variables)
-    rollouts = Rollouts.of(training)
     return Workload(
-        model=model,
+        model=architecture_of(config.model, grid_shape, channels, num_variables),
         degrees=degrees,
         local_batch=training.local_batch_size,
         global_batch=smallest if training.global_batch_size < 0 else training.global_batch_size,
@@ -214,10 +210,10 @@ def workload_of(config: Config, world: int, grid_shape: tuple[int, int], num_var
         method=parallelism.context_parallel_method,
         schedule=parallelism.pipeline_parallel_schedule,
         pipeline_micro_batch=parallelism.pipeline_parallel_microbatch_size,
-        ema=config.training.ema_decay > 0,
-        rolls=config.training.augmentation != "none",
+        ema=training.ema_decay > 0,
+        rolls=training.augmentation != "none",
         optimizer=config.optimizer.name,
-        history=history,
+        history=config.data.history,
         members=training.members,
-        rollout_steps=rollouts.longest,
+        rollout_steps=Rollouts.of(training).longest,
     )
