@@ -229,12 +229,14 @@ def is_nvidias(run: dict[str, Any]) -> bool:
 
 def workload(run: dict[str, Any], model: Architecture) -> Workload:
     degrees = Degrees(**run.get("degrees", {}))
-    own = {key: value for key, value in run.items() if key not in LISTS["about"]}
-    if own.get("ac_mode") == "every_second_product":
-        own["ac_mode"] = "selective"  # and half of the products, in planned_seconds
+    settings = {key: value for key, value in run.items() if key not in LISTS["about"]}
+    if settings.get("ac_mode") == "every_second_product":
+        settings["ac_mode"] = "selective"  # and half of the products, in planned_seconds
     batch = run["local_batch"] * degrees.dp * run.get("accumulation", 1)
     values = model.tokens * model.out_features * (not isinstance(model, LanguageModel))
-    return PublishedRun(model, degrees, global_batch=batch, field_values=values, input_values=values, **own)
+    return PublishedRun(
+        model, degrees, global_batch=batch, field_values=values, input_values=values, **settings
+    )
 
 
 def planned_seconds(run: dict[str, Any], work: Workload, cluster: Cluster) -> float:
@@ -327,7 +329,7 @@ def judged(run: dict[str, Any], model: Architecture) -> dict[str, Any]:
 def label(run: dict[str, Any], work: Workload) -> str:
     named = {axis.removeprefix("dp_"): n for axis, n in vars(work.degrees).items() if n > 1}
     degrees = " ".join(f"{axis}{n}" for axis, n in named.items())
-    whole = f"fsdp{work.degrees.world}" if list(named) == ["shard"] else degrees or "one"
+    layout = f"fsdp{work.degrees.world}" if list(named) == ["shard"] else degrees or "one"
     kind = "float8" if work.float8 else {"float32": "fp32", "bfloat16": "bf16"}[work.dtype]
     again = {"none": "", "every_second_product": ", op", "every_n_blocks": f", every {work.every_n}"}
     compiled = (" compiled" if work.compiled else "") + (" async" if run.get("async_tp") else "")
@@ -335,7 +337,7 @@ def label(run: dict[str, Any], work: Workload) -> str:
     mode = run.get("ac_mode", "none")
     recomputed = again.get(mode, f", {mode}")
     schedule = f", {work.schedule}" if work.degrees.pp > 1 else ""
-    return f"{run['model']} {tokens} {run['cluster']}: {whole}, {kind}{compiled}{recomputed}{schedule}"
+    return f"{run['model']} {tokens} {run['cluster']}: {layout}, {kind}{compiled}{recomputed}{schedule}"
 
 
 def table(rows: list[dict[str, Any]]) -> str:

@@ -50,10 +50,10 @@ def expected_time(work: float, interval: float, rate: float, restart: float = RE
     """
     if rate == 0.0:
         return work
-    whole, rest = divmod(work, interval)
+    intervals, rest = divmod(work, interval)
     if rate * max(min(work, interval), restart) > HOPELESS:
         return math.inf
-    tries = whole * math.expm1(rate * interval) if whole else 0.0
+    tries = intervals * math.expm1(rate * interval) if intervals else 0.0
     return (tries + math.expm1(rate * rest)) * math.exp(rate * restart) / rate
 
 

@@ -55,10 +55,10 @@ class DryRun:
 
     def table(self) -> str:
         fraction = self.total_parameters / max(self.parameters, 1)
-        whole = f"1/{fraction:.2f} of {mib(self.total_parameters).strip()}"
+        share = f"1/{fraction:.2f} of {mib(self.total_parameters).strip()}"
         lines = [
             f"rank 0 of {self.degrees.world}: {self.degrees}",
-            f"{'parameters':<28}{mib(self.parameters)}   {whole}",
+            f"{'parameters':<28}{mib(self.parameters)}   {share}",
             f"{'gradients':<28}{mib(self.gradients)}",
             f"{'optimiser states':<28}{mib(self.optimizer)}",
             f"{'peak of the step':<28}{mib(self.peak.get('Total', 0))}",

@@ -97,7 +97,7 @@ def stage_memory(work: Workload, first: bool, last: bool) -> Memory:
     # Gradients appear in the last backward pass, or are there from earlier ones.
     fresh = (work.reductions if work.uses_fsdp else work.passes) == 1
     earlier = masters * (not fresh)
-    own = masters / number * (fresh and not work.uses_ddp and not work.reduces_last)
+    new_gradients = masters / number * (fresh and not work.uses_ddp and not work.reduces_last)
 
     # -- the loss: the gradient of the predictions, and in float32 the errors of one sample, twice; CRPS has
     # those of all members, and the sums of their distances, before and after one is added
@@ -126,7 +126,7 @@ def stage_memory(work: Workload, first: bool, last: bool) -> Memory:
     reducing = work.reduce_itemsize * padded(block, work.fsdp_ranks)
     reducing *= work.uses_fsdp and not work.reduces_last
     second = backward | {
-        "gradients": earlier or own,
+        "gradients": earlier or new_gradients,
         "gathered parameters": gathered_bytes(work, first, last, 2 + work.reduces_last),
         "activations": stored * (1 - 1 / number) + patches,
         "gradients being reduced": down + reducing,
@@ -134,7 +134,7 @@ def stage_memory(work: Workload, first: bool, last: bool) -> Memory:
     moments = {"loss": loss, "backward of the first block": backward, "backward of the second block": second}
     # The peak where blocks keep little, next to whole gradients: with "every_n_blocks".
     moments["backward of the last block"] = second | {
-        "gradients": earlier or own * (number - 1),
+        "gradients": earlier or new_gradients * (number - 1),
         "gathered parameters": gathered_bytes(work, first, last, 1 + (number - 1) * work.reduces_last),
         "activations": stored / number + patches,
     }

@@ -79,9 +79,9 @@ def best_layouts(work: Workload, cluster: Cluster, number: int = 10) -> list[Pla
     for candidate in candidates(work, cluster):
         need = memory(candidate)
         if need.peak <= capacity(cluster):
-            found = Plan(candidate, need, step_time(candidate, cluster))
-            known = best.setdefault(candidate.degrees, found)
-            best[candidate.degrees] = min(known, found, key=lambda p: p.score)
+            made = Plan(candidate, need, step_time(candidate, cluster))
+            known = best.setdefault(candidate.degrees, made)
+            best[candidate.degrees] = min(known, made, key=lambda p: p.score)
     return sorted(best.values(), key=lambda p: p.score)[:number]
 
 
@@ -135,14 +135,14 @@ def changes_that_fit(work: Workload, cluster: Cluster) -> list[Plan]:
     """
     peak = memory(work).peak
     tried = [(keys, less) for keys, less in changes(work, cluster) if memory(less).peak < peak]
-    found = fitting(tried, cluster)
-    if len(found) < 3:
+    fitting_plans = fitting(tried, cluster)
+    if len(fitting_plans) < 3:
         for keys, less in tried:
             pairs = [(keys | more, both) for more, both in changes(less, cluster) if more != keys]
-            found += fitting(pairs, cluster)
-    found.sort(key=lambda change: (change[1].work.offload, change[1].device_seconds, len(change[0])))
+            fitting_plans += fitting(pairs, cluster)
+    fitting_plans.sort(key=lambda change: (change[1].work.offload, change[1].device_seconds, len(change[0])))
     cheapest: dict[frozenset[str], Plan] = {}  # one value of each key, or pair of keys
-    for keys, made in found:
+    for keys, made in fitting_plans:
         cheapest.setdefault(keys, made)
     return list(cheapest.values())[:3]
 
@@ -157,9 +157,9 @@ def speedups(made: Plan, cluster: Cluster) -> list[Plan]:
         if new.world == d.world and new.tp <= d.tp and new.cp <= d.cp:
             tried.append((keys, after))
     faster: dict[frozenset[str], Plan] = {}
-    for keys, found in sorted(fitting(tried, cluster), key=lambda change: change[1].time.total):
-        if found.time.total < (1 - SIMPLICITY) * made.time.total:
-            faster.setdefault(keys, found)
+    for keys, changed in sorted(fitting(tried, cluster), key=lambda change: change[1].time.total):
+        if changed.time.total < (1 - SIMPLICITY) * made.time.total:
+            faster.setdefault(keys, changed)
     return list(faster.values())
 
 
@@ -199,21 +199,21 @@ def layout_options(work: Workload, config: Config, devices: int) -> str:
 
 def cheapest_changes(work: Workload, cluster: Cluster, config: Config) -> str:
     """Return in one line what to change so that the job of `config` fits, with the peaks then."""
-    found = [
+    words = [
         f"{layout_options(less.work, config, cluster.devices)} ({less.memory.peak / GIB:.2f} GiB)"
         for less in changes_that_fit(work, cluster)
     ]
-    return f"change {' or '.join(found)}" if found else "plan.py --layout auto looks for a layout that fits"
+    return f"change {' or '.join(words)}" if words else "plan.py --layout auto looks for a layout that fits"
 
 
 def fitting(tried: Iterable[Change], cluster: Cluster) -> list[tuple[frozenset[str], Plan]]:
     """Return the plans that fit, each on as many devices of this machine as it takes."""
-    found = []
+    plans = []
     for keys, work in tried:
         machine = cluster.with_devices(work.degrees.world)
         if fits(made := plan(work, machine), machine):
-            found.append((keys, made))
-    return found
+            plans.append((keys, made))
+    return plans
 
 
 def changes(work: Workload, cluster: Cluster) -> Iterator[Change]:
