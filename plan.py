@@ -10,7 +10,6 @@
 --anchor RUN          the folder of a run on this kind of machine: its measured steps correct the planned
                       times of layouts of the same kind. Without it, the newest such run in outputs/;
                       "none": no run
---calibrate           measure steps of the configuration on this machine, for --anchor outputs/calibration
 --dry_run             build the layout on fake ranks (as many as --cluster has, or --world_size N) and run one
                       step without memory
 --story               also print memory by technique, and 1 device, a node and all devices next to each other
@@ -36,7 +35,6 @@ OPTIONS = dict(
     clusters=[],
     layout="configured",
     anchor="",
-    calibrate=False,
     dry_run=False,
     json=False,
     story=False,
@@ -90,26 +88,18 @@ def main() -> None:
             raise ConfigError(f"--layout {options.layout}: give configured or auto")
         cluster = load_cluster(options.cluster, options.clusters) if options.cluster else None
         world = cluster.devices if cluster else options.world_size
-        world = 1 if options.calibrate else world
         os.environ["WORLD_SIZE"] = str(world)  # what the degrees are checked against
         config = start(rest, __doc__, check if options.layout != "auto" else None)
         if options.dry_run:
-            from planning.dry_run import dry_run  # imported here, and below: torch takes seconds
+            from planning.dry_run import dry_run  # imported here: torch takes seconds
 
             started = time.perf_counter()
             result = dry_run(config, world, grid_of(config), len(Channels.of(config.data).variables))
             written = "; blocks run as they are written, not compiled" if config.compile.enable else ""
             seconds = time.perf_counter() - started
             print(f"{result.table()}\n\nno rank was started{written}; {seconds:.0f} s")
-        elif options.calibrate:
-            from planning.calibration import CALIBRATION as folder
-            from planning.calibration import calibrate
-
-            calibrate(config, grid_of(config), len(Channels.of(config.data).variables), folder)
-            seconds = run_record(folder).seconds
-            print(f"{folder}: {seconds:,.4f} s a step, of one micro-batch; use it with --anchor {folder}")
         elif not cluster:
-            raise ConfigError("plan.py: give a cluster: --cluster a100x64 (or --calibrate, --dry_run)")
+            raise ConfigError("plan.py: give a cluster: --cluster a100x64 (or --dry_run)")
         else:
             sys.exit(make_plan(config, cluster, options))
 
@@ -120,9 +110,20 @@ def make_plan(config: Config, cluster: Cluster, options: argparse.Namespace) -> 
         reason = "adapters are not in the planner's closed forms; use --dry_run"
         refuse("lora.enable", True, f"{reason}, or set it to false for an upper limit")
     cluster, unused = anchored(cluster, options.anchor)
-    original = config
+    original, training = config, config.training
     if options.layout == "auto":
-        config = choose_local_batch(config, cluster.devices)
+        # The largest local batch, at most the configured one, that divides the samples of a rank; the search
+        # tries the others. A check refuses other settings that are not valid.
+        if training.global_batch_size < 1 and training.global_batch_size != -1:
+            check(config)
+        dp = resolve_degrees(cluster.devices, config.parallelism).dp
+        smallest = training.local_batch_size * dp
+        batch = smallest if training.global_batch_size < 0 else training.global_batch_size
+        local = max(n for n in divisors(max(batch // dp, 1)) if n <= training.local_batch_size)
+        training = dataclasses.replace(training, local_batch_size=local, global_batch_size=-1)
+        check(dataclasses.replace(config, training=training))
+        training = dataclasses.replace(training, global_batch_size=max(batch, 1))
+        config = dataclasses.replace(config, training=training)
     work = job(config, cluster.devices)
     work = work.replace(copies_ahead=0 if cluster.shared else COPIES_AHEAD)  # a CPU uses the batch in place
     check_device(work, cluster)
@@ -148,7 +149,7 @@ def make_plan(config: Config, cluster: Cluster, options: argparse.Namespace) -> 
     if options.story:
         blocks.append(story(work, cluster, config.training.steps))
     blocks += [cluster.anchor.line()] if cluster.anchor else [unused] if unused else []
-    print("\n\n".join([*blocks, data_line(read_bytes, cluster)]))
+    print("\n\n".join(blocks + [data_line(read_bytes, cluster)]))
     return 0 if fit else 1
 
 
@@ -178,22 +179,6 @@ def anchored(cluster: Cluster, run: str) -> tuple[Cluster, str]:
             raise
         return cluster, f"no anchor; {str(error).removeprefix('--anchor ')}"
     return dataclasses.replace(cluster, anchor=anchor), ""
-
-
-def choose_local_batch(config: Config, world: int) -> Config:
-    """Return a configuration with the largest local batch, at most the configured one, that divides the
-    samples of a rank; the search tries the others. Raises ConfigError if another setting is invalid.
-    """
-    training = config.training
-    if training.global_batch_size < 1 and training.global_batch_size != -1:
-        check(config)  # which refuses it
-    dp = resolve_degrees(world, config.parallelism).dp
-    batch = training.local_batch_size * dp if training.global_batch_size < 0 else training.global_batch_size
-    local = max(n for n in divisors(max(batch // dp, 1)) if n <= training.local_batch_size)
-    chosen = dataclasses.replace(training, local_batch_size=local, global_batch_size=-1)
-    check(dataclasses.replace(config, training=chosen))
-    chosen = dataclasses.replace(training, local_batch_size=local, global_batch_size=max(batch, 1))
-    return dataclasses.replace(config, training=chosen)
 
 
 def job(config: Config, world: int) -> Workload:

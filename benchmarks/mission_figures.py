@@ -19,7 +19,7 @@ from parallelisms.degrees import Degrees
 from planning.architecture import Architecture, architecture_of
 from planning.clusters import Link, load_cluster
 from planning.constants import FLOAT32
-from planning.cost import HOUR, Fleet
+from planning.cost import HOUR
 from planning.memory import Memory, memory, scores_bytes
 from planning.network import ring_all_reduce
 from planning.search import plan
@@ -128,10 +128,10 @@ def speed_figures() -> list[Figure]:
 
 def cost_figures() -> list[Figure]:
     cluster = load_cluster("a100x64")
-    fleet, hours = Fleet(cluster, on_demand_nodes=1), round(STATES * EPOCHS / RATES[64] / HOUR)
+    hours = round(STATES * EPOCHS / RATES[64] / HOUR)
     on_demand = hours * cluster.devices * cluster.on_demand
-    node = hours * fleet.on_demand_devices * cluster.on_demand
-    spot = hours * (cluster.devices - fleet.on_demand_devices) * cluster.spot
+    node = hours * cluster.devices_per_node * cluster.on_demand
+    spot = hours * (cluster.devices - cluster.devices_per_node) * cluster.spot
     mixed = node + spot + 2 * 45 / 60 * cluster.devices * cluster.spot  # two preemptions of 45 minutes
     return [
         Figure("on demand", "$24,640", on_demand, "$", 24_640),

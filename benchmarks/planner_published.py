@@ -1,11 +1,12 @@
-"""Comparison of the planner with published throughput: benchmarks/published_runs.toml, one line per run.
+"""Comparison of the planner with published throughput: published_runs.toml and published_unseen.toml.
 
     .venv/bin/python benchmarks/planner_published.py
 
 Nothing runs: efficiencies are those of clusters.toml and published_machines.toml, fitted to no row. "seen"
 rows were on the screen while the planner was written, "term" ones while a term was chosen, "held out" ones
 neither. Next to each figure is what needs no model: the utilisation of the nearest known run, copied. Errors
-of layouts in PyTorch go into planning/error_bands.toml, which plan.py prints with every time.
+of layouts in PyTorch go into planning/error_bands.toml, which plan.py prints with every time. "unseen" runs
+have a list and a line of their own: nothing is chosen by them, no band either.
 """
 
 import itertools
@@ -81,6 +82,7 @@ def language_model(
 
 
 RUNS = Path(__file__).with_name("published_runs.toml")
+UNSEEN = RUNS.with_name("published_unseen.toml")
 MACHINES = RUNS.with_name("published_machines.toml")
 KINDS = ("data parallel", "tensor parallel", "context parallel", "pipeline")
 GROUPS = ("seen", "term", "held out")
@@ -93,15 +95,25 @@ FEWEST, WIDEST = 5, 1.6  # runs of a kind that has a band, and its ends' ratio
 
 def main() -> None:
     rows = judged_runs()
-    record("planner_published", rows)
+    unseen = unseen_runs(rows)
+    record("planner_published", rows + unseen)
     BANDS.write_text(bands_toml(rows), encoding="utf-8")
-    print(table(rows), summaries(rows), peaks_table(), sep="\n\n")
+    print(table(rows + unseen), summaries(rows), unseen_summary(unseen, rows), peaks_table(), sep="\n\n")
 
 
 def judged_runs() -> list[dict[str, Any]]:
-    """Return rows, with what the utilisation of the nearest run that is not held out gives."""
-    rows = [judged(run, model) for run, model in published_runs()]
-    seen = [row for row in rows if row["group"] != "held out"]
+    """Return the rows of published_runs.toml."""
+    rows = [judged(run, model) for run, model in published_runs(RUNS)]
+    return with_neighbours(rows, [row for row in rows if row["group"] != "held out"])
+
+
+def unseen_runs(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the rows of published_unseen.toml. rows: of published_runs.toml, which may be neighbours."""
+    return with_neighbours([judged(run, model) for run, model in published_runs(UNSEEN)], rows)
+
+
+def with_neighbours(rows: list[dict[str, Any]], seen: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return `rows` with what the utilisation of the nearest run of `seen` gives."""
     for row in rows:
         nearest = min((other for other in seen if other is not row), key=lambda other: distance(row, other))
         row["neighbour"] = nearest["what"]
@@ -116,15 +128,15 @@ def distance(one: dict[str, Any], other: dict[str, Any]) -> float:
     return sizes + 4 * sum(one[key] != other[key] for key in kinds)
 
 
-def published_runs() -> list[tuple[dict[str, Any], Architecture]]:
-    published = tomllib.loads(RUNS.read_text(encoding="utf-8"))
-    found = []
-    for run in published["run"]:
+def published_runs(file: Path) -> list[tuple[dict[str, Any], Architecture]]:
+    lists = [tomllib.loads(path.read_text(encoding="utf-8")) for path in (RUNS, file)]
+    models, runs = lists[0]["models"] | lists[1]["models"], []
+    for run in lists[1]["run"]:
         # Models of these programs have a matrix each for q, k and v.
         apart = any(part in run["source"] for part in ("torchtitan", "fms-fsdp"))
         changes = {"fused": False} if apart else {}
-        found.append((run, published_model(run["model"], run["tokens"], published["models"], changes)))
-    return found
+        runs.append(({"use": "unseen"} | run, published_model(run["model"], run["tokens"], models, changes)))
+    return runs
 
 
 def published_model(
@@ -211,17 +223,20 @@ class OtherDevice(Device):
 
 
 def is_nvidias(run: dict[str, Any]) -> bool:
-    return "nvidia" in run["source"].lower()
+    """True for NVIDIA's programs and Transformer Engine's kernels in others."""
+    return "nvidia" in run["source"].lower() or run.get("transformer_engine", False)
 
 
 def workload(run: dict[str, Any], model: Architecture) -> Workload:
     degrees = Degrees(**run.get("degrees", {}))
-    own = {key: value for key, value in run.items() if key not in LISTS["about"]}
-    if own.get("ac_mode") == "every_second_product":
-        own["ac_mode"] = "selective"  # and half of the products, in planned_seconds
+    settings = {key: value for key, value in run.items() if key not in LISTS["about"]}
+    if settings.get("ac_mode") == "every_second_product":
+        settings["ac_mode"] = "selective"  # and half of the products, in planned_seconds
     batch = run["local_batch"] * degrees.dp * run.get("accumulation", 1)
     values = model.tokens * model.out_features * (not isinstance(model, LanguageModel))
-    return PublishedRun(model, degrees, global_batch=batch, field_values=values, input_values=values, **own)
+    return PublishedRun(
+        model, degrees, global_batch=batch, field_values=values, input_values=values, **settings
+    )
 
 
 def planned_seconds(run: dict[str, Any], work: Workload, cluster: Cluster) -> float:
@@ -275,8 +290,12 @@ def judged(run: dict[str, Any], model: Architecture) -> dict[str, Any]:
     layout, is_language = layout_kind(work), isinstance(model, LanguageModel)
     rate = work.global_batch / planned_seconds(run, work, cluster)
     mfu = work.sample_flops * rate / (cluster.device.peak["bf16"] * work.degrees.world)
-    if run["unit"] == "tokens/s/GPU":
-        rate = rate * model.tokens / work.degrees.world
+    devices = work.degrees.world
+    if run["unit"] != "samples/s":
+        rate *= model.tokens / (1 if run["unit"] == "tokens/s" else devices)
+    if run["unit"] == "TFLOP/s/GPU":  # all scores count, those that a causal mask leaves out as well
+        masked = 2 * model.tokens**2 * model.dim * model.layers * getattr(model, "causal", False)
+        rate *= 3 * (model.flops + masked) / model.tokens / 1e12
     framework = next(name for part, name in LISTS["frameworks"].items() if part in run["source"])
     family = "PyTorch" if framework in LISTS["families"] else framework
     return {
@@ -294,10 +313,11 @@ def judged(run: dict[str, Any], model: Architecture) -> dict[str, Any]:
         "layout": layout,
         "source": run["source"],
         "unlike": run.get("unlike", ""),
+        "paper_table": run.get("paper_table", 0),
         # What makes two runs neighbours.
         "parameters": work.model.parameters,
         "tokens": work.model.tokens,
-        "devices": work.degrees.world,
+        "devices": devices,
         "peak": cluster.device.peak["bf16"],
         "float8": work.float8,
         "dtype": work.dtype,
@@ -309,7 +329,7 @@ def judged(run: dict[str, Any], model: Architecture) -> dict[str, Any]:
 def label(run: dict[str, Any], work: Workload) -> str:
     named = {axis.removeprefix("dp_"): n for axis, n in vars(work.degrees).items() if n > 1}
     degrees = " ".join(f"{axis}{n}" for axis, n in named.items())
-    whole = f"fsdp{work.degrees.world}" if list(named) == ["shard"] else degrees or "one"
+    layout = f"fsdp{work.degrees.world}" if list(named) == ["shard"] else degrees or "one"
     kind = "float8" if work.float8 else {"float32": "fp32", "bfloat16": "bf16"}[work.dtype]
     again = {"none": "", "every_second_product": ", op", "every_n_blocks": f", every {work.every_n}"}
     compiled = (" compiled" if work.compiled else "") + (" async" if run.get("async_tp") else "")
@@ -317,16 +337,16 @@ def label(run: dict[str, Any], work: Workload) -> str:
     mode = run.get("ac_mode", "none")
     recomputed = again.get(mode, f", {mode}")
     schedule = f", {work.schedule}" if work.degrees.pp > 1 else ""
-    return f"{run['model']} {tokens} {run['cluster']}: {whole}, {kind}{compiled}{recomputed}{schedule}"
+    return f"{run['model']} {tokens} {run['cluster']}: {layout}, {kind}{compiled}{recomputed}{schedule}"
 
 
 def table(rows: list[dict[str, Any]]) -> str:
     """Tokens/s of one GPU, or samples/s of all; "copied": with the nearest known run's utilisation."""
-    heads = f"{'published':>10}{'planned':>9} {'unit':<8}{'error':>8}{'copied':>9}"
+    heads = f"{'published':>10}{'planned':>10} {'unit':<8}{'error':>8}{'copied':>9}"
     lines = [f"{'run':<80}{heads}  use      kind, framework"]
     for row in rows:
         digits = 2 if row["published"] < 10 else 0
-        numbers = f"{row['published']:>10,.{digits}f}{row['predicted']:>9,.{digits}f} "
+        numbers = f"{row['published']:>10,.{digits}f}{row['predicted']:>10,.{digits}f} "
         errors = f"{row['error']:>+8.1%}{row['neighbour_error']:>+9.1%}"
         where = f"{row['group']:<9}{row['kind']}, {row['framework']}"
         lines.append(f"{row['what']:<80}{numbers}{row['unit'].split('/')[0]:<8}{errors}  {where}")
@@ -358,6 +378,26 @@ def summary(name: str, found: list[dict[str, Any]], rows: list[dict[str, Any]]) 
     share = f"{inside}/{len(judged_by)}" if judged_by else "-"
     errors = ([abs(row[key]) for row in found] for key in ("error", "neighbour_error"))
     return f"{name:<40}{len(found):>5}{share:>9}" + "".join(map(accuracy, errors))
+
+
+def unseen_summary(unseen: list[dict[str, Any]], rows: list[dict[str, Any]]) -> str:
+    """Return a line for all unseen runs, those of papers' tables, and each program, with bands of `rows`."""
+    known = bands_by_kind(rows)
+    groups = {"unseen": unseen, "  of a paper's table": [row for row in unseen if row["paper_table"]]}
+    for name in sorted({row["framework"] for row in unseen}):
+        groups[f"  {name}"] = [row for row in unseen if row["framework"] == name]
+    lines = [
+        f"{'no constant was chosen by these':<40}{'runs':>5}{'in band':>9}{'10 %':>5}{'20 %':>5}{'mean':>7}"
+    ]
+    lines[0] += f"{'med.':>7}{'signed':>8}"
+    for name, group in groups.items():
+        with_band = [row for row in group if row["kind"] in known]
+        factors = [(1 + row["error"], known[row["kind"]]) for row in with_band]
+        inside = sum(band.fastest <= factor <= band.slowest for factor, band in factors)
+        errors = [row["error"] for row in group]
+        numbers = f"{len(group):>5}{f'{inside}/{len(with_band)}':>9}{accuracy(list(map(abs, errors)))}"
+        lines.append(f"{name:<40}{numbers.rstrip()}{statistics.median(errors):>+8.1%}")
+    return "\n".join(lines)
 
 
 def accuracy(errors: list[float]) -> str:
@@ -421,7 +461,7 @@ def bands_toml(rows: list[dict[str, Any]]) -> str:
 def peaks_table() -> str:
     """Peaks of reserved memory as TorchTitan prints them, GiB. None is held out."""
     lines = [f"{'peak of reserved memory, GiB':<92}{'published':>10}{'planned':>9}{'slack':>7}{'error':>8}"]
-    for run, model in published_runs():
+    for run, model in published_runs(RUNS):
         if published := run.get("peak_gib"):
             work = workload(run, model)
             peak = allocated_peak(run, work) / GIB

@@ -65,11 +65,6 @@ class Architecture:
     def parameters(self) -> int:
         return self.layers * count(self.block) + count(self.first) + count(self.last)
 
-    @property
-    def mean_window_tokens(self) -> float:
-        """Tokens that a token attends to, the mean of the blocks."""
-        return statistics.mean(self.window_tokens or (self.tokens,))
-
 
 def count(shapes: Shapes) -> int:
     return sum(map(math.prod, shapes.values()))

@@ -133,22 +133,19 @@ class Cluster:
 MACHINES = Path(__file__).with_name("clusters.toml")
 MOST_DEVICES = 1_000_000
 Table = dict[str, Any]  # one machine of a TOML file
-LINK = ("latency", "bandwidth")
+LINK, PRECISIONS = (
+    ("latency", "bandwidth"),
+    ("bf16", "fp32"),
+)  # and fp8; "fp32" means TF32 where there is TF32
+BY_HEAD_SIZE = [f"{kind}_{way}" for kind in ("attention", "hopper") for way in ("forward", "backward")]
 # Keys of a machine that are not numbers -> type, or required keys of a table of numbers.
-OTHERS: dict[str, type | tuple[str, ...]] = {
-    "like": str,  # a machine that has the rest
-    "known_as": list,
-    "shared": bool,
-    **dict.fromkeys(("peak", "matmul"), ("bf16", "fp32")),  # and fp8; "fp32" means TF32 where there is TF32
-    **dict.fromkeys(("inside", "between"), LINK),
-}
-# By head size, which is text in TOML.
-OTHERS |= {f"{kind}_{way}": () for kind in ("attention", "hopper") for way in ("forward", "backward")}
-TABLE_KEYS = (*LINK, "bf16", "fp32", "fp8", "32", "48", "64", "80", "96", "128", "256")
-DEVICE_KEYS = [field.name for field in dataclasses.fields(Device) if field.name != "name"]
-CLUSTER_KEYS = [field.name for field in dataclasses.fields(Cluster)]
-NO_KEYS = ("name", "device", "devices", "anchor", "assumed")
-KEYS = ["like", *DEVICE_KEYS, *(key for key in CLUSTER_KEYS if key not in NO_KEYS)]
+OTHERS: dict[str, type | tuple[str, ...]] = {"like": str, "known_as": list, "shared": bool}
+OTHERS |= {"peak": PRECISIONS, "matmul": PRECISIONS, "inside": LINK, "between": LINK}
+OTHERS |= dict.fromkeys(BY_HEAD_SIZE, ())
+TABLE_KEYS = (*LINK, *PRECISIONS, "fp8", "32", "48", "64", "80", "96", "128", "256")
+DEVICE_KEYS = [field.name for field in dataclasses.fields(Device)][1:]  # without the name
+FIELDS = [*DEVICE_KEYS, *(field.name for field in dataclasses.fields(Cluster))]
+KEYS = ["like", *(key for key in FIELDS if key not in ("name", "device", "devices", "anchor", "assumed"))]
 OPTIONAL = ("like", "known_as", "shared", "float32_attention", "hopper_forward", "hopper_backward")
 MAY_BE_ZERO = ("reserved", "on_demand", "spot", "spot_interruptions", "failures")
 
@@ -159,15 +156,22 @@ def load_cluster(name: str, files: Iterable[str | Path] = ()) -> Cluster:
     A machine's name alone is one node of it. `files` are TOML files of the user's, which add machines or
     change keys of known ones. ConfigError, in one line, for what cannot be read or is not known.
     """
-    tables = all_machines(files)
-    machine, number = split_name(name, list(tables))
+    tables, machine, number = all_machines(files), name, None
+    if name not in tables:  # "x" first: "a100" is not 100 devices of "a"
+        splits = [re.fullmatch(pattern, name) for pattern in (r"(.+)x(\d+)", r"(.*[^\d])(\d+)")]
+        known = [split for split in splits if split and split[1] in tables]
+        if not known:
+            hint = nearest(re.sub(r"x?\d*$", "", name.lower()), tables)
+            raise ConfigError(
+                f"cluster {name!r}: no such machine; {hint} (its devices follow, as in a100x64)"
+            )
+        machine, number = known[0][1], int(known[0][2])
+        if number > MOST_DEVICES:
+            raise ConfigError(f"cluster {name!r}: give at most {MOST_DEVICES:,} devices")
     values = {key: value for key, value in tables[machine].items() if key != "like"}
+    values |= {key: {int(size): rate for size, rate in values.get(key, {}).items()} for key in BY_HEAD_SIZE}
+    values |= {key: Link(**values[key]) for key in ("inside", "between")}
     values["known_as"] = tuple(values.get("known_as", ()))
-    for key, takes in OTHERS.items():
-        if takes == ():
-            values[key] = {int(head_size): rate for head_size, rate in values.get(key, {}).items()}
-        elif takes is LINK:
-            values[key] = Link(**values[key])
     device = Device(machine, **{key: values.pop(key) for key in DEVICE_KEYS if key in values})
     devices = values["devices_per_node"] = round(values["devices_per_node"])
     # Keys with "assumed" in their comments, in the table of the machine and of those that it is like.
@@ -183,38 +187,46 @@ def load_cluster(name: str, files: Iterable[str | Path] = ()) -> Cluster:
     return one.with_devices(devices if number is None else number)
 
 
-def split_name(name: str, machines: list[str]) -> tuple[str, int | None]:
-    """("a100-40", 16) of "a100-40x16", ("cpu", 2) of "cpu2", ("a100", None) of "a100"."""
-    if name in machines:
-        return name, None
-    for pattern in (r"(.+)x(\d+)", r"(.*[^\d])(\d+)"):  # "x" first: "a100" is not 100 devices of "a"
-        found = re.fullmatch(pattern, name)
-        if found and found[1] in machines:
-            if int(found[2]) > MOST_DEVICES:
-                raise ConfigError(f"cluster {name!r}: give at most {MOST_DEVICES:,} devices")
-            return found[1], int(found[2])
-    hint = nearest(re.sub(r"x?\d*$", "", name.lower()), machines)
-    raise ConfigError(f"cluster {name!r}: no such machine; {hint} (its devices follow, as in a100x64)")
-
-
 def machine_known_as(device_name: str, files: Iterable[str | Path] = ()) -> str | None:
     """Return the machine that has torch's name of this device in `known_as`."""
     tables = all_machines(files)
     return next((name for name, keys in tables.items() if device_name in keys.get("known_as", ())), None)
 
 
-# -- TOML
-
-
 def all_machines(files: Iterable[str | Path] = ()) -> dict[str, Table]:
-    """Return the machines of clusters.toml, updated by the user's files. Raises ConfigError.
-
-    Missing keys are taken from the known machine of that name, or from the machine named by `like`.
+    """Return the machines of clusters.toml, updated by the user's files. Missing keys are those of the known
+    machine of that name, or of the machine named by `like`. ConfigError for what is no TOML, for unknown keys
+    or values, and for machines that are not complete.
     """
+
+    def is_positive(value: Any) -> bool:
+        return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < float("inf")
+
     tables: dict[str, Table] = {}
     for path in (MACHINES, *map(Path, files)):
         where = f"--clusters {path}"
-        for machine, table in read_machines(path).items():
+        try:
+            made = tomllib.loads(path.read_text(encoding="utf-8"))
+        except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+            raise ConfigError(f"{where}: {error}; give a TOML file of machines") from error
+        for machine, table in made.items():
+            if not isinstance(table, dict):
+                raise ConfigError(f"{where}: {machine} is outside a machine; put it below [name]")
+            for key, value in table.items():
+                takes, fix = OTHERS.get(key), "give a positive number"
+                if key not in KEYS:
+                    valid, fix = False, f"no such key; {nearest(key, KEYS)}"
+                elif takes is None:
+                    valid = is_positive(value) or (key in MAY_BE_ZERO and value == 0)
+                elif isinstance(takes, type):
+                    valid, fix = isinstance(value, takes), f"give a {takes.__name__}"
+                else:
+                    valid = isinstance(value, dict) and all(map(is_positive, value.values())) and bool(value)
+                    valid = valid and set(takes) <= set(value) <= set(TABLE_KEYS)
+                    named = ", ".join(takes) or "of head sizes"
+                    fix = f"give a table of positive numbers with the keys {named}"
+                if not valid:
+                    raise ConfigError(f"{where}: {machine}.{key} = {value!r}: {fix}")
             base = table.get("like", machine)
             if "like" in table and base not in tables:
                 reason = f"no such machine; {nearest(base, tables)}"
@@ -226,33 +238,3 @@ def all_machines(files: Iterable[str | Path] = ()) -> dict[str, Table]:
             if len({bool(tables[machine].get(f"hopper_{way}")) for way in ("forward", "backward")}) > 1:
                 raise ConfigError(f"{where}: [{machine}]: give both of hopper_forward and hopper_backward")
     return tables
-
-
-def read_machines(path: Path) -> dict[str, Table]:
-    """Machine -> its keys, as in `path`. ConfigError for what is no TOML, or has unknown keys or values."""
-    try:
-        tables = tomllib.loads(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
-        raise ConfigError(f"--clusters {path}: {error}; give a TOML file of machines") from error
-    for machine, table in tables.items():
-        if not isinstance(table, dict):
-            raise ConfigError(f"--clusters {path}: {machine} is outside a machine; put it below [name]")
-        for key, value in table.items():
-            takes, fix = OTHERS.get(key), "give a positive number"
-            if key not in KEYS:
-                valid, fix = False, f"no such key; {nearest(key, KEYS)}"
-            elif takes is None:
-                valid = is_positive(value) or (key in MAY_BE_ZERO and value == 0)
-            elif isinstance(takes, type):
-                valid, fix = isinstance(value, takes), f"give a {takes.__name__}"
-            else:
-                valid = isinstance(value, dict) and all(map(is_positive, value.values())) and bool(value)
-                valid = valid and set(takes) <= set(value) <= set(TABLE_KEYS)
-                fix = f"give a table of positive numbers with the keys {', '.join(takes) or 'of head sizes'}"
-            if not valid:
-                raise ConfigError(f"--clusters {path}: {machine}.{key} = {value!r}: {fix}")
-    return tables
-
-
-def is_positive(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < float("inf")

@@ -14,7 +14,6 @@ from torch import Tensor
 from torch.distributed.distributed_c10d import _resolve_process_group  # type: ignore[reportPrivateImportUsage]
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from command_line import text_table
 from parallelisms.mesh import Mesh
 from parallelisms.ring_attention import sends, sends_backward
 
@@ -62,7 +61,11 @@ class Recorder(TorchDispatchMode):
 
     def __post_init__(self) -> None:
         super().__init__()
-        self.axes = group_axes(self.mesh)
+        # By ranks, not by name: DTensor reuses the groups of an earlier equal mesh.
+        self.axes: dict[tuple[int, ...], str] = {}
+        for mesh in (self.mesh.parameters, self.mesh.grid):
+            for axis in mesh.mesh_dim_names or ():
+                self.axes[tuple(dist.get_process_group_ranks(mesh.get_group(axis)))] = axis
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
@@ -74,16 +77,6 @@ class Recorder(TorchDispatchMode):
         for size in SENDS.get(name, lambda _: ())(args):
             self.calls[Collective("send", self.axes.get(group_ranks(args), "world"), size)] += 1
         return result
-
-
-def collectives_table(made: Counter[Collective]) -> str:
-    """Return a table with calls and total bytes of each kind and axis."""
-    calls, sizes = Counter(), Counter()
-    for call, number in made.items():
-        calls[call.axis, call.kind] += number
-        sizes[call.axis, call.kind] += number * call.size
-    rows = [(*key, number, f"{sizes[key] / 2**20:.3f} MiB") for key, number in sorted(calls.items())]
-    return text_table("<14 <16 >8 >20", [("axis", "collective", "calls", "bytes a rank"), *rows])
 
 
 def total_bytes(value: Any) -> int:
@@ -101,15 +94,3 @@ def group_ranks(args: Any) -> tuple[int, ...]:
         if isinstance(arg, torch.ScriptObject) and "ProcessGroup" in str(arg._type()):
             return tuple(dist.get_process_group_ranks(dist.ProcessGroup.unbox(arg)))  # type: ignore[attr-defined]
     return ()
-
-
-def group_axes(mesh: Mesh) -> dict[tuple[int, ...], str]:
-    """Map the ranks of each group of this rank to the axis of the mesh.
-
-    Groups are identified by ranks, not by name, because DTensor reuses the groups of an earlier equal mesh.
-    """
-    axes = {}
-    for device_mesh in (mesh.parameters, mesh.grid):
-        for axis in device_mesh.mesh_dim_names or ():
-            axes[tuple(dist.get_process_group_ranks(device_mesh.get_group(axis)))] = axis
-    return axes

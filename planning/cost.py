@@ -7,7 +7,6 @@ repeats the steps since the last checkpoint. Times are in seconds unless a name 
 
 import json
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,33 +26,20 @@ HOPELESS = 300.0  # interruptions between two saves, above which the time counts
 
 @dataclass(frozen=True)
 class Fleet:
-    """A cluster of which some nodes are on demand and the others spot."""
+    """All devices of a cluster, rented in one way."""
 
-    cluster: Cluster
-    on_demand_nodes: int
-
-    @property
-    def on_demand_devices(self) -> int:
-        return min(self.on_demand_nodes * self.cluster.devices_per_node, self.cluster.devices)
-
-    @property
-    def dollars_an_hour(self) -> float:
-        """Price of all devices, whether they compute or wait."""
-        spot = self.cluster.devices - self.on_demand_devices
-        return self.on_demand_devices * self.cluster.on_demand + spot * self.cluster.spot
-
-    @property
-    def rate(self) -> float:
-        """Interruptions of the job a second: a node that is taken away or fails takes the others with it."""
-        spot = (self.cluster.nodes - self.on_demand_nodes) * self.cluster.spot_interruptions
-        return (spot + self.cluster.nodes * self.cluster.failures) / HOUR
+    dollars_an_hour: float  # of all devices, whether they compute or wait
+    rate: float  # interruptions of the job a second: a node that is taken away or fails stops the others
 
 
 def fleets(cluster: Cluster) -> dict[str, Fleet]:
-    """All on demand; one node on demand (rank 0 and the checkpoints) and spot; all spot."""
-    nodes = cluster.nodes
-    mixed = {f"1 on demand, {nodes - 1} spot": Fleet(cluster, 1)} if nodes > 1 else {}
-    return {"on demand": Fleet(cluster, nodes)} | mixed | {"spot": Fleet(cluster, 0)}
+    """Return the fleets by name: all devices on demand, and all spot."""
+    failures = cluster.nodes * cluster.failures / HOUR
+    taken_away = cluster.nodes * cluster.spot_interruptions / HOUR
+    return {
+        "on demand": Fleet(cluster.devices * cluster.on_demand, failures),
+        "spot": Fleet(cluster.devices * cluster.spot, taken_away + failures),
+    }
 
 
 def expected_time(work: float, interval: float, rate: float, restart: float = RESTART) -> float:
@@ -64,10 +50,10 @@ def expected_time(work: float, interval: float, rate: float, restart: float = RE
     """
     if rate == 0.0:
         return work
-    whole, rest = divmod(work, interval)
+    intervals, rest = divmod(work, interval)
     if rate * max(min(work, interval), restart) > HOPELESS:
         return math.inf
-    tries = whole * math.expm1(rate * interval) if whole else 0.0
+    tries = intervals * math.expm1(rate * interval) if intervals else 0.0
     return (tries + math.expm1(rate * rest)) * math.exp(rate * restart) / rate
 
 
@@ -91,12 +77,6 @@ class Saves:
 
 
 Cost = dict[str, float]  # hours and dollars of one run on one fleet
-
-
-def run_cost(stages: Sequence[tuple[float, float]], fleet: Fleet) -> Cost:
-    """Expected cost of stages of a run, each with seconds of steps and the seconds between two saves."""
-    hours = sum(expected_time(seconds, interval, fleet.rate) for seconds, interval in stages) / HOUR
-    return {"hours": hours, "dollars": hours * fleet.dollars_an_hour}
 
 
 @dataclass(frozen=True)
@@ -140,11 +120,14 @@ def cost_range(config: Config, plan: Plan, cluster: Cluster) -> CostRange:
 
     def costs(slower: float) -> dict[str, Cost]:
         """Return the costs if steps take `slower` times as long as planned."""
-        stages = [
-            (number * slower * seconds + number / steps * save, steps * slower * seconds + save)
-            for number, seconds in lengths
-        ]
-        return {name: run_cost(stages, fleet) for name, fleet in every.items()}
+        by_fleet = {}
+        for name, fleet in every.items():
+            hours = 0.0
+            for number, seconds in lengths:  # of a stage, with its saves; and from one save to the next
+                stage = number * slower * seconds + number / steps * save
+                hours += expected_time(stage, steps * slower * seconds + save, fleet.rate) / HOUR
+            by_fleet[name] = {"hours": hours, "dollars": hours * fleet.dollars_an_hour}
+        return by_fleet
 
     band = band_of(work, cluster)
     ends = [costs(band.fastest), costs(band.slowest)] if band else []

@@ -8,7 +8,6 @@ MemTracker's, collectives are the Recorder's.
 import warnings
 from collections import Counter, OrderedDict
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -26,12 +25,13 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils.hooks import RemovableHandle
 
+from command_line import text_table
 from config import Config
 from datasets.grid import Grid
 from errors import refuse
 from parallelisms.degrees import Degrees
 from parallelisms.mesh import mesh_of
-from planning.collectives import Collective, Recorder, collectives_table
+from planning.collectives import Collective, Recorder
 from training.assembly import Fields, assemble
 from training.batches import Batch
 from training.gradients import LossScaler
@@ -55,16 +55,22 @@ class DryRun:
 
     def table(self) -> str:
         fraction = self.total_parameters / max(self.parameters, 1)
-        whole = f"1/{fraction:.2f} of {mib(self.total_parameters).strip()}"
+        share = f"1/{fraction:.2f} of {mib(self.total_parameters).strip()}"
         lines = [
             f"rank 0 of {self.degrees.world}: {self.degrees}",
-            f"{'parameters':<28}{mib(self.parameters)}   {whole}",
+            f"{'parameters':<28}{mib(self.parameters)}   {share}",
             f"{'gradients':<28}{mib(self.gradients)}",
             f"{'optimiser states':<28}{mib(self.optimizer)}",
             f"{'peak of the step':<28}{mib(self.peak.get('Total', 0))}",
             *(f"    {kind:<24}{mib(size)}" for kind, size in self.peak.items() if kind != "Total" and size),
         ]
-        return "\n".join([*lines, "", collectives_table(self.calls)])
+        # Calls and total bytes of each kind and axis.
+        rows: list[tuple[object, ...]] = [("axis", "collective", "calls", "bytes a rank")]
+        for axis, kind in sorted({(call.axis, call.kind) for call in self.calls}):
+            alike = {c: n for c, n in self.calls.items() if (c.axis, c.kind) == (axis, kind)}
+            size = sum(call.size * number for call, number in alike.items())
+            rows.append((axis, kind, sum(alike.values()), f"{size / 2**20:.3f} MiB"))
+        return "\n".join(lines + ["", text_table("<14 <16 >8 >20", rows)])
 
 
 def mib(size: int) -> str:
@@ -83,59 +89,56 @@ def dry_run(config: Config, world_size: int, grid: Grid, num_variables: int) -> 
     warnings.filterwarnings("ignore", category=UserWarning)  # torch's about fake groups
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world_size)
     try:
-        return _run(config, Fields.standard(config, grid, num_variables))
+        fields = Fields.standard(config, grid, num_variables)
+        device, fake = torch.device("cpu"), FakeTensorMode(allow_non_fake_inputs=True)
+        mesh = mesh_of(config.parallelism, device)
+        assembly = assemble(config, fields, mesh, device, memory=fake)
+        model = assembly.model
+        state = replace(build_state(config, assembly), scaler=LossScaler(False))  # a scaler reads values
+        tracker = StepTracker()
+        for part in model.parts:
+            if isinstance(part, DistributedDataParallel):
+                part.register_comm_hook(None, reduced_bucket)
+        with fake:
+            # Allocate the optimizer states, as after the first step: the peak of a run is that of its second.
+            for parameter in model.optimized_parameters().values():
+                parameter.grad = torch.zeros_like(parameter)
+            state.optimizer.step()
+            model.zero_grad()
+            tracker.track_external(*model.parts, state.optimizer)
+            if state.average:
+                tracker.track_external(*state.average.averages.values())
+            for part in model.parts:
+                tracker._track_module_params_and_buffers(part)
+            batches = FakeBatches(config, fields, mesh.degrees, Recorder(mesh))
+            smallest = config.training.local_batch_size * mesh.degrees.dp
+            run = Run(config, assembly, state, np.ones(fields.grid.shape[0]), len(batches) * smallest)
+            with batches.record:
+                with tracker:
+                    loss = accumulate_gradients(run, 1, batches)
+                gradients = sum(local_bytes(p.grad) for p in model.parameters.values() if p.grad is not None)
+                # Not tracked: as fake tensors, operators in place have temporaries.
+                update_weights(run, 1, loss)
+                model.zero_grad()
+        states = [v for moments in state.optimizer.state.values() for v in moments.values()]
+        states = [value for value in states if isinstance(value, Tensor)]
+        parameters = model.parameters.values()
+        peak = tracker.get_tracker_snapshot("peak")[device]
+        # The collectives of every micro-batch that the first one represents.
+        calls = batches.record.calls + Counter(
+            {call: number * (batches.accumulation - 2) for call, number in batches.first.items()}
+        )
+        return DryRun(
+            degrees=mesh.degrees,
+            total_parameters=4 * assembly.num_parameters,
+            parameters=sum(map(local_bytes, parameters)),
+            gradients=gradients,
+            optimizer=sum(map(local_bytes, states)),
+            peak={str(getattr(kind, "value", kind)): n for kind, n in peak.items()},
+            calls=calls,
+        )
     finally:
         dist.destroy_process_group()
-
-
-def _run(config: Config, fields: Fields) -> DryRun:
-    device, fake = torch.device("cpu"), FakeTensorMode(allow_non_fake_inputs=True)
-    mesh = mesh_of(config.parallelism, device)
-    assembly = assemble(config, fields, mesh, device, memory=fake)
-    model = assembly.model
-    state = replace(build_state(config, assembly), scaler=LossScaler(False))  # a scaler reads values
-    tracker = StepTracker()
-    for part in model.parts:
-        if isinstance(part, DistributedDataParallel):
-            part.register_comm_hook(None, reduced_bucket)
-    with fake:
-        # Allocate the optimizer states, as after the first step: the peak of a run is that of its second.
-        for parameter in model.optimized_parameters().values():
-            parameter.grad = torch.zeros_like(parameter)
-        state.optimizer.step()
-        model.zero_grad()
-        tracker.track_external(*model.parts, state.optimizer)
-        if state.average:
-            tracker.track_external(*state.average.averages.values())
-        for part in model.parts:
-            tracker._track_module_params_and_buffers(part)
-        batches = FakeBatches(config, fields, mesh.degrees, Recorder(mesh))
-        smallest = config.training.local_batch_size * mesh.degrees.dp
-        run = Run(config, assembly, state, np.ones(fields.grid.shape[0]), len(batches) * smallest)
-        with batches.record:
-            with tracking(tracker):
-                loss = accumulate_gradients(run, 1, batches)
-            gradients = sum(local_bytes(p.grad) for p in model.parameters.values() if p.grad is not None)
-            # Not tracked: as fake tensors, operators in place have temporaries.
-            update_weights(run, 1, loss)
-            model.zero_grad()
-    states = [v for moments in state.optimizer.state.values() for v in moments.values()]
-    states = [value for value in states if isinstance(value, Tensor)]
-    parameters = model.parameters.values()
-    peak = tracker.get_tracker_snapshot("peak")[device]
-    # The collectives of every micro-batch that the first one represents.
-    calls = batches.record.calls + Counter(
-        {call: number * (batches.accumulation - 2) for call, number in batches.first.items()}
-    )
-    return DryRun(
-        degrees=mesh.degrees,
-        total_parameters=4 * assembly.num_parameters,
-        parameters=sum(map(local_bytes, parameters)),
-        gradients=gradients,
-        optimizer=sum(map(local_bytes, states)),
-        peak={str(getattr(kind, "value", kind)): n for kind, n in peak.items()},
-        calls=calls,
-    )
 
 
 class ModulesWithoutHooks(ModTracker):
@@ -155,6 +158,7 @@ class StepTracker(MemTracker):
 
     torch waits for every parameter's gradient: a frozen one (LoRA) has none. DTensor computes the shape of a
     result that it has not seen before on whole tensors, under the same FakeTensorMode: they take no memory.
+    DTensor is patched inside, as torch 2.11 lacks the hook of later ones around that computation.
     """
 
     in_propagation = False
@@ -162,6 +166,23 @@ class StepTracker(MemTracker):
     def __init__(self) -> None:
         super().__init__()
         self._mod_tracker = ModulesWithoutHooks()
+        self._compute_shapes = ShardingPropagator._propagate_tensor_meta_non_cached
+
+    def __enter__(self) -> "StepTracker":
+        def propagate(propagator: ShardingPropagator, schema: OpSchema) -> Any:
+            self.in_propagation = True
+            try:
+                return self._compute_shapes(propagator, schema)
+            finally:
+                self.in_propagation = False
+
+        ShardingPropagator._propagate_tensor_meta_non_cached = propagate  # type: ignore[assignment]
+        super().__enter__()
+        return self
+
+    def __exit__(self, *args: Any) -> None:
+        ShardingPropagator._propagate_tensor_meta_non_cached = self._compute_shapes
+        super().__exit__(*args)
 
     def _track_module_params_and_buffers(
         self, module: nn.Module, install_grad_hooks: bool = True
@@ -182,27 +203,6 @@ class StepTracker(MemTracker):
             if self._peak_mem.get(device, 0) < snapshot["Total"]:
                 self._peak_mem[device] = snapshot["Total"]
                 self._peak_mem_snap[device] = dict(snapshot)
-
-
-@contextmanager
-def tracking(tracker: StepTracker) -> Iterator[None]:
-    """Track memory, except in DTensor's computation of shapes."""
-    compute = ShardingPropagator._propagate_tensor_meta_non_cached
-
-    def propagate(propagator: ShardingPropagator, schema: OpSchema) -> Any:
-        tracker.in_propagation = True
-        try:
-            return compute(propagator, schema)
-        finally:
-            tracker.in_propagation = False
-
-    # Patched, as torch 2.11 lacks the hook of later ones around it.
-    ShardingPropagator._propagate_tensor_meta_non_cached = propagate  # type: ignore[assignment]
-    try:
-        with tracker:
-            yield
-    finally:
-        ShardingPropagator._propagate_tensor_meta_non_cached = compute
 
 
 class FakeBatches:

@@ -127,7 +127,7 @@ def band_line(work: Workload, cluster: Cluster) -> str:
     """Return the band in words."""
     band, kind = band_of(work, cluster), kind_of(work, cluster)
     if not band:
-        fix = "" if cluster.anchor else "; measure steps with --calibrate, and use --anchor"
+        fix = "" if cluster.anchor else "; train 20 steps with --data.path random, and use --anchor"
         return f"no run of this kind is known ({kind}){fix}"
     return (
         f"band: of {band.runs} published runs ({kind}) 80 % took {band.fastest:.2f} to {band.slowest:.2f} "

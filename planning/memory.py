@@ -4,6 +4,7 @@ Every formula is next to its component; docs/planning.md derives them. s below i
 micro-batch that a rank has between blocks, x width, in the precision of matrices.
 """
 
+import statistics
 from dataclasses import dataclass
 
 from planning.architecture import Shapes, count, cut, padded
@@ -39,7 +40,7 @@ def memory(work: Workload) -> Memory:
     ends = [(True, False), (False, True)]
     if work.schedule == "ZBVZeroBubble":  # the first rank has the first stage and the last
         ends = [(True, True), (False, False)]
-    return max((stage_memory(work, *end) for end in ends), key=lambda stage: stage.peak)
+    return max((stage_memory(work, first, last) for first, last in ends), key=lambda stage: stage.peak)
 
 
 def stage_memory(work: Workload, first: bool, last: bool) -> Memory:
@@ -76,8 +77,16 @@ def stage_memory(work: Workload, first: bool, last: bool) -> Memory:
     pipeline = pipeline_gradient_bytes(work, first, last)
     if work.schedule == "GPipe":  # the first backward pass has no gradients yet, the next less stored
         pipeline = max(pipeline - stored / copies, 0.0)
+    # Fields in float32: the states as read and, if they are, as rolled; windows of a rollout; and the shards
+    # of input, truth and weights, the last two kinds of each member. Of a rollout there is, too, the gradient
+    # of the next window, and the shard of its new state.
+    crosses = work.rollout_steps > 1
+    stacked = 2 if work.degrees.pp > 1 and last else 1  # what a pipeline's last stage needs
+    shards = stacked * (2 + crosses) * values / (work.degrees.cp * tp) + work.input_values / work.degrees.cp
+    windows = work.history * (work.rollout_steps + 1) * crosses
+    states = work.states_read * (1 + work.rolls) + work.members * windows
     step = always | {
-        "fields": field_bytes(work, last),
+        "fields": FLOAT32 * work.local_batch * (states * values + work.members * shards),
         "buckets of DDP": masters * work.uses_ddp,
         "gradients of a pipeline": pipeline,
         # If a rank has two stages, torch keeps sent tensors until the end of the step.
@@ -88,7 +97,7 @@ def stage_memory(work: Workload, first: bool, last: bool) -> Memory:
     # Gradients appear in the last backward pass, or are there from earlier ones.
     fresh = (work.reductions if work.uses_fsdp else work.passes) == 1
     earlier = masters * (not fresh)
-    own = masters / number * (fresh and not work.uses_ddp and not work.reduces_last)
+    new_gradients = masters / number * (fresh and not work.uses_ddp and not work.reduces_last)
 
     # -- the loss: the gradient of the predictions, and in float32 the errors of one sample, twice; CRPS has
     # those of all members, and the sums of their distances, before and after one is added
@@ -117,7 +126,7 @@ def stage_memory(work: Workload, first: bool, last: bool) -> Memory:
     reducing = work.reduce_itemsize * padded(block, work.fsdp_ranks)
     reducing *= work.uses_fsdp and not work.reduces_last
     second = backward | {
-        "gradients": earlier or own,
+        "gradients": earlier or new_gradients,
         "gathered parameters": gathered_bytes(work, first, last, 2 + work.reduces_last),
         "activations": stored * (1 - 1 / number) + patches,
         "gradients being reduced": down + reducing,
@@ -125,7 +134,7 @@ def stage_memory(work: Workload, first: bool, last: bool) -> Memory:
     moments = {"loss": loss, "backward of the first block": backward, "backward of the second block": second}
     # The peak where blocks keep little, next to whole gradients: with "every_n_blocks".
     moments["backward of the last block"] = second | {
-        "gradients": earlier or own * (number - 1),
+        "gradients": earlier or new_gradients * (number - 1),
         "gathered parameters": gathered_bytes(work, first, last, 1 + (number - 1) * work.reduces_last),
         "activations": stored / number + patches,
     }
@@ -136,7 +145,7 @@ def stage_memory(work: Workload, first: bool, last: bool) -> Memory:
     if work.rollout_steps > 1:  # a pipeline makes the forecasts of all micro-batches at once
         # In float32 the states as read, the windows so far, and of the last one the state in physical units
         # and as normalised, and the input before and after it is cut into patches.
-        states = work.states_read * (1 + work.rolls)
+        states = work.states_read * (1 + work.rolls)  # without windows
         of_member = (work.history * (work.rollout_steps - 1) + 2) * values + 2 * work.input_values
         moments["forecast of a rollout"] = always | {
             "gradients": masters * (work.accumulation > 1),
@@ -228,8 +237,8 @@ def block_activations(work: Workload, mode: str) -> float:
     if mode in ("full", "every_n_blocks"):
         return s / (work.every_n if mode == "every_n_blocks" else 1)
     sums = 4 * work.states_at_once * model.heads * work.rank_tokens  # log-sum-exp of attention
-    exchanged = 1 if work.degrees.cp > 1 else 0  # attention's output before and after it went back
-    if work.method == "all_gather" and exchanged:  # keys and values of all ranks instead
+    exchanged = 1.0 * bool(work.shares_by)  # attention's output before and after it went back
+    if work.shares_by == "all_gather":  # keys and values of all ranks instead
         exchanged = (qkv - 1) * work.degrees.cp
     if mode == "selective":
         # Uncompiled, float8 keeps the output of the last product, too: its input is saved after it has run.
@@ -237,25 +246,24 @@ def block_activations(work: Workload, mode: str) -> float:
         return s * (1 + qkv + 1 + hidden) + s * tp + scores_bytes(work) + sums
     if model.rotary and not model.qk_norm:  # norms keep what they read
         # Queries are rotated, too; windows are copies of what was rotated, and of values.
-        gathered = work.method == "all_gather" and work.degrees.cp > 1
-        qkv *= 0 if gathered else 1 - model.copied_fraction
+        qkv *= 0 if work.shares_by == "all_gather" else 1 - model.copied_fraction
     units = 1 + qkv + normed(work) + 1 + model.copied_fraction + exchanged + 1 + 2 * hidden
     return s * units + 2 * s * tp + scores_bytes(work) + sums
 
 
 def normed(work: Workload) -> int:
     """Queries, keys and values that are no parts of the qkv product's output, in units: normed or rotated."""
-    around = work.method if work.degrees.cp > 1 else ""
-    if not work.model.qk_norm and (not work.model.rotary or around == "ulysses"):
+    if not work.model.qk_norm and (not work.model.rotary or work.shares_by == "ulysses"):
         return 0  # what came back is stored, not what was rotated
-    return 2 if around in ("ring", "all_gather") else 3  # values go to other ranks as they are
+    return 2 if work.shares_by in ("ring", "all_gather") else 3  # values go to other ranks as they are
 
 
 def scores_bytes(work: Workload) -> float:
     """Return the bytes of the "math" kernel's T scores per token and head; a ring recomputes them."""
-    if work.attention != "math" or (work.degrees.cp > 1 and work.method == "ring"):
+    if work.attention != "math" or work.shares_by == "ring":
         return 0
-    return unit_bytes(work) / work.model.head_dim * work.model.mean_window_tokens
+    attended = statistics.mean(work.model.window_tokens or (work.model.tokens,))  # by a token
+    return unit_bytes(work) / work.model.head_dim * attended
 
 
 def recomputed(work: Workload) -> float:
@@ -266,26 +274,9 @@ def recomputed(work: Workload) -> float:
     """
     s = unit_bytes(work)
     if work.ac_mode == "selective":
-        gathers = work.method == "all_gather" and work.degrees.cp > 1  # keys and values of all ranks
-        keys = (work.model.qkv_features / work.model.dim - 1) * work.degrees.cp * gathers
+        gathered = work.degrees.cp * (work.shares_by == "all_gather")  # keys and values of so many ranks
+        keys = (work.model.qkv_features / work.model.dim - 1) * gathered
         return s * (1 + work.degrees.tp + work.model.hidden_units + normed(work) + keys)
     if work.ac_mode in ("full", "every_n_blocks"):
         return min(work.segment, work.rank_layers) * block_activations(work, "none") - s
     return 0.0
-
-
-# -- fields
-
-
-def field_bytes(work: Workload, last: bool = True) -> float:
-    """float32: the states as read and, if they are, as rolled; windows of a rollout; and the shards of input,
-    truth and weights, the last two kinds of each member.
-
-    Of a rollout there is, too, the gradient of the next window, and the shard of its new state.
-    """
-    cp, tp, crosses = work.degrees.cp, work.degrees.tp, work.rollout_steps > 1
-    times = 2 if work.degrees.pp > 1 and last else 1  # what a pipeline's last stage needs is stacked
-    shards = work.input_values / cp + times * (2 + crosses) * work.field_values / (cp * tp)
-    windows = (work.rollout_steps + 1) * crosses
-    whole = work.states_read * (1 + work.rolls) + work.members * work.history * windows
-    return FLOAT32 * work.local_batch * (whole * work.field_values + work.members * shards)

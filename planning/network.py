@@ -95,15 +95,12 @@ class Route:
     between: Link  # the part of a node's network that this group has
 
     @property
-    def nodes(self) -> int:
-        return math.ceil(self.ranks / self.per_node)
-
-    @property
     def ring(self) -> Link:
         """The slowest link of a ring, which enters and leaves every node once; latency is a step's mean."""
-        if self.nodes == 1:
+        nodes = math.ceil(self.ranks / self.per_node)
+        if nodes == 1:
             return self.inside
-        crossing = self.nodes / self.ranks
+        crossing = nodes / self.ranks
         latency = crossing * self.between.latency + (1 - crossing) * self.inside.latency
         return Link(latency, min(self.inside.bandwidth, self.between.bandwidth))
 

@@ -84,7 +84,7 @@ def answer(made: Plan, cluster: Cluster, cost: CostRange, config: Config, search
             )
         more = "more devices would" if searched else "try --layout auto, or more devices"
         none = f"next     no single setting makes it {SIMPLICITY:.0%} faster; {more}"
-        return "\n".join([*head, *(proposals or [none])])
+        return "\n".join(head + (proposals or [none]))
     # The three cheapest changes with which the job fits.
     lack = made.memory.peak / GIB - room
     what = f"{lack:.2f} GiB a device are" if lack > 0 else "memory of the host is"
@@ -94,7 +94,7 @@ def answer(made: Plan, cluster: Cluster, cost: CostRange, config: Config, search
         options = layout_options(changed.work, config, cluster.devices)
         proposals.append(f"  {options}: {need:.2f} of {room:.2f} GiB, {more:+.1%} device time a step")
     none = "no layout has room for it" if searched else "try --layout auto"
-    return "\n".join([*head, *(proposals or [f"  none of one or two settings; {none}"])])
+    return "\n".join(head + (proposals or [f"  none of one or two settings; {none}"]))
 
 
 def layout(work: Workload) -> str:

@@ -1,5 +1,6 @@
 """Search over layouts of a job on a cluster: the fastest that fit, and changes with which a job fits."""
 
+import dataclasses
 import json
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -13,14 +14,14 @@ from planning.clusters import Cluster
 from planning.constants import ALLOCATOR_SLACK, GIB
 from planning.memory import Memory, memory
 from planning.step_time import StepTime, step_time
-from planning.workload import Workload, changed_settings
+from planning.workload import Workload
 
 DEGREES = (1, 2, 4, 8, 16)  # of pipelines and of context parallelism
 MAX_MICRO_BATCH = 64
 # Minimum speed-up of a layout with one more technique: each technique is a risk, and the difference should be
 # larger than the error of the plan.
 SIMPLICITY = 0.02
-Change = tuple[frozenset[str], Workload, Cluster]  # what is changed, the workload then, and its cluster
+Change = tuple[frozenset[str], Workload]  # what is changed, and the workload then
 
 
 @dataclass(frozen=True)
@@ -78,9 +79,9 @@ def best_layouts(work: Workload, cluster: Cluster, number: int = 10) -> list[Pla
     for candidate in candidates(work, cluster):
         need = memory(candidate)
         if need.peak <= capacity(cluster):
-            found = Plan(candidate, need, step_time(candidate, cluster))
-            known = best.setdefault(candidate.degrees, found)
-            best[candidate.degrees] = min(known, found, key=lambda p: p.score)
+            made = Plan(candidate, need, step_time(candidate, cluster))
+            known = best.setdefault(candidate.degrees, made)
+            best[candidate.degrees] = min(known, made, key=lambda p: p.score)
     return sorted(best.values(), key=lambda p: p.score)[:number]
 
 
@@ -90,7 +91,10 @@ def candidates(work: Workload, cluster: Cluster) -> Iterator[Workload]:
     work = work.replace(compiled=True, offload=False, zero1=False)
     for degrees in layouts(work, cluster):
         samples = work.global_batch // degrees.dp  # of a rank, in a step
-        for (mode, every_n), batch in product(modes.items(), micro_batches(samples, degrees)):
+        batches = [n for n in divisors(samples) if n <= MAX_MICRO_BATCH]
+        if degrees.pp > 1:  # fewer than twice as many as stages leave the pipeline idle for a third
+            batches = [n for n in batches if samples // n >= degrees.pp][:3]
+        for (mode, every_n), batch in product(modes.items(), batches):
             changed = work.replace(degrees=degrees, ac_mode=mode, every_n=every_n)
             if degrees.pp > 1:
                 yield changed.replace(local_batch=samples, pipeline_micro_batch=batch, schedule="1F1B")
@@ -116,14 +120,6 @@ def layouts(work: Workload, cluster: Cluster) -> Iterator[Degrees]:
                     yield Degrees(pp, rest // shard, shard, cp, tp)
 
 
-def micro_batches(samples: int, degrees: Degrees) -> list[int]:
-    """Sizes of micro-batches of a rank with `samples`: divisors; of a pipeline the smaller ones."""
-    found = [n for n in divisors(samples) if n <= MAX_MICRO_BATCH]
-    if degrees.pp > 1:  # fewer than twice as many as stages leave the pipeline idle for a third
-        return [n for n in found if samples // n >= degrees.pp][:3]
-    return found
-
-
 def divisors(n: int) -> list[int]:
     return [k for k in range(1, min(n, 4096) + 1) if n % k == 0]
 
@@ -137,14 +133,16 @@ def changes_that_fit(work: Workload, cluster: Cluster) -> list[Plan]:
     Tries single changes, then pairs if these are not enough. The cost is device-seconds per step; cpu_offload
     comes last, because its time depends on the host, for which the planner is least accurate.
     """
-    tried = [each for each in changes(work, cluster) if memory(each[1]).peak < memory(work).peak]
-    found = fitting(tried)
-    if len(found) < 3:
-        pairs = ((one, two) for one in tried for two in changes(*one[1:]) if one[0] != two[0])
-        found += fitting((one[0] | two[0], *two[1:]) for one, two in pairs)
-    found.sort(key=lambda change: (change[1].work.offload, change[1].device_seconds, len(change[0])))
+    peak = memory(work).peak
+    tried = [(keys, less) for keys, less in changes(work, cluster) if memory(less).peak < peak]
+    fitting_plans = fitting(tried, cluster)
+    if len(fitting_plans) < 3:
+        for keys, less in tried:
+            pairs = [(keys | more, both) for more, both in changes(less, cluster) if more != keys]
+            fitting_plans += fitting(pairs, cluster)
+    fitting_plans.sort(key=lambda change: (change[1].work.offload, change[1].device_seconds, len(change[0])))
     cheapest: dict[frozenset[str], Plan] = {}  # one value of each key, or pair of keys
-    for keys, made in found:
+    for keys, made in fitting_plans:
         cheapest.setdefault(keys, made)
     return list(cheapest.values())[:3]
 
@@ -153,13 +151,15 @@ def speedups(made: Plan, cluster: Cluster) -> list[Plan]:
     """Return the plans after single changes that fit on the same devices and make a step of the same samples
     faster, one per key, fastest first. More ranks per sample save memory, not time.
     """
-    d = made.work.degrees
-    after = [(each, each[1].degrees) for each in changes(made.work, cluster)]
-    tried = [each for each, new in after if new.world == d.world and new.tp <= d.tp and new.cp <= d.cp]
+    tried, d = [], made.work.degrees
+    for keys, after in changes(made.work, cluster):
+        new = after.degrees
+        if new.world == d.world and new.tp <= d.tp and new.cp <= d.cp:
+            tried.append((keys, after))
     faster: dict[frozenset[str], Plan] = {}
-    for keys, found in sorted(fitting(tried), key=lambda change: change[1].time.total):
-        if found.time.total < (1 - SIMPLICITY) * made.time.total:
-            faster.setdefault(keys, found)
+    for keys, changed in sorted(fitting(tried, cluster), key=lambda change: change[1].time.total):
+        if changed.time.total < (1 - SIMPLICITY) * made.time.total:
+            faster.setdefault(keys, changed)
     return list(faster.values())
 
 
@@ -167,24 +167,53 @@ def layout_options(work: Workload, config: Config, devices: int) -> str:
     """Return the options with which train.py takes this layout in place of that of `config` on so many
     devices. The global batch stays what it was.
     """
-    words = [f"{work.degrees.world} devices"] * (work.degrees.world != devices)
-    for key, value in changed_settings(work, config).items():
-        words.append(f"--{key} {json.dumps(value) if isinstance(value, bool) else value}")
+    d, shards = work.degrees, config.parallelism.data_parallel_shard_degree
+    wanted = {
+        "parallelism.data_parallel": "zero1" if work.zero1 else "auto",
+        "parallelism.data_parallel_replicate_degree": d.dp_replicate,
+        "parallelism.data_parallel_shard_degree": shards if shards == d.dp_shard else -1,  # -1: the rest
+        "parallelism.tensor_parallel_degree": d.tp,
+        "parallelism.context_parallel_degree": d.cp,
+        "parallelism.pipeline_parallel_degree": d.pp,
+        "parallelism.fsdp_reshard_after_forward": work.reshard,
+        "parallelism.cpu_offload": work.offload,
+        "training.local_batch_size": work.local_batch,
+        "training.mixed_precision_param": work.dtype,
+        "float8.enable": work.float8,
+        "activation_checkpoint.mode": work.ac_mode,
+        "compile.enable": work.compiled,
+    }
+    if d.pp > 1:
+        wanted["parallelism.pipeline_parallel_schedule"] = work.schedule
+        wanted["parallelism.pipeline_parallel_microbatch_size"] = work.micro_batch
+    if config.training.global_batch_size != -1 or work.accumulation > 1:
+        wanted["training.global_batch_size"] = work.global_batch
+    sections = dataclasses.asdict(config).items()
+    configured = {f"{section}.{key}": value for section, keys in sections for key, value in keys.items()}
+    words = [f"{d.world} devices"] * (d.world != devices)
+    for key, value in wanted.items():
+        if value != configured[key]:
+            words.append(f"--{key} {json.dumps(value) if isinstance(value, bool) else value}")
     return " ".join(words) or "as configured"
 
 
 def cheapest_changes(work: Workload, cluster: Cluster, config: Config) -> str:
     """Return in one line what to change so that the job of `config` fits, with the peaks then."""
-    found = [
+    words = [
         f"{layout_options(less.work, config, cluster.devices)} ({less.memory.peak / GIB:.2f} GiB)"
         for less in changes_that_fit(work, cluster)
     ]
-    return f"change {' or '.join(found)}" if found else "plan.py --layout auto looks for a layout that fits"
+    return f"change {' or '.join(words)}" if words else "plan.py --layout auto looks for a layout that fits"
 
 
-def fitting(tried: Iterable[Change]) -> list[tuple[frozenset[str], Plan]]:
-    made = [(keys, plan(work, cluster), cluster) for keys, work, cluster in tried]
-    return [(keys, found) for keys, found, cluster in made if fits(found, cluster)]
+def fitting(tried: Iterable[Change], cluster: Cluster) -> list[tuple[frozenset[str], Plan]]:
+    """Return the plans that fit, each on as many devices of this machine as it takes."""
+    plans = []
+    for keys, work in tried:
+        machine = cluster.with_devices(work.degrees.world)
+        if fits(made := plan(work, machine), machine):
+            plans.append((keys, made))
+    return plans
 
 
 def changes(work: Workload, cluster: Cluster) -> Iterator[Change]:
@@ -214,9 +243,9 @@ def changes(work: Workload, cluster: Cluster) -> Iterator[Change]:
     for key, changed in named:
         after = work.replace(**changed)
         if after != work:
-            yield key, after, cluster
+            yield key, after
     for factor in (2, 4, 8):
         replicas = factor if work.zero1 else 1
         more = Degrees(d.pp, d.dp_replicate * replicas, d.dp_shard * factor // replicas, d.cp, d.tp)
         if work.global_batch % (more.dp * work.local_batch) == 0:
-            yield frozenset(["devices"]), work.replace(degrees=more), cluster.with_devices(more.world)
+            yield frozenset(["devices"]), work.replace(degrees=more)

@@ -77,10 +77,10 @@ def open_checked(config: Config) -> Selection:
     check_folder("job.dump_folder", config.dump_folder, config.data)
     lead_hours = config.validation.lead_hours if config.validation.enable else ()
     longest = config.training.states_ahead
-    data, checks = config.data, (config.model.patch_size, lead_hours, longest)
+    data, patch_size = config.data, config.model.patch_size
     # Ranks, which exist already, find a store that is complete.
     may_convert = int(os.environ.get("WORLD_SIZE", "1")) == 1
-    selection = open_for_training(data, *checks, may_convert)
+    selection = open_for_training(data, patch_size, lead_hours, longest, may_convert)
     grid, num_variables = selection.archive.grid, len(selection.variables)
     check_model(config, grid)
 
@@ -105,7 +105,7 @@ def open_checked(config: Config) -> Selection:
     require(batch <= samples, "training.local_batch_size", batch, reason)
     check_resume(config, selection)
     check_steps(config.dump_folder / "checkpoints", config.training.steps, config.checkpoint.enable)
-    return convert_selection(data, *checks, selection)
+    return convert_selection(data, patch_size, lead_hours, longest, selection)
 
 
 def check_machine(config: Config) -> None:
@@ -201,17 +201,10 @@ def plan_here(config: Config, selection: Selection, world_size: int) -> tuple[Pl
     return plan(work, cluster), cluster
 
 
-def memory_warning(config: Config, made: Plan, cluster: Cluster) -> str:
-    """Return a warning with the fix where the planner expects more memory than a rank has, or else ""."""
-    if fits(made, cluster):
-        return ""
-    needed, room = made.memory.peak / GIB, capacity(cluster) / GIB
-    changes = cheapest_changes(made.work, cluster, config)
-    return f"{needed:.2f} GiB a rank are planned, and there are {room:.2f}: {changes}"
-
-
-def check_disk(config: Config, made: Plan) -> None:
-    """Raise ConfigError if the disk has no room for the checkpoints that are still to come."""
+def check_room(config: Config, made: Plan, cluster: Cluster) -> str:
+    """Return a warning with the fix where the planner expects more memory than a rank has, or else "".
+    ConfigError if the disk has no room for the checkpoints that are still to come.
+    """
     folder = config.dump_folder
     most = checkpoint_storage(checkpoint_size(made.work), config.checkpoint, config.training.steps)
     needed = most - sum(path.stat().st_size for path in (folder / "checkpoints").glob("step-*/*"))
@@ -219,6 +212,12 @@ def check_disk(config: Config, made: Plan) -> None:
     reason = f"{needed / GIB:,.3f} GiB of checkpoints are to come, and its disk has {free / GIB:,.3f} free"
     reason += "; make room, or lower checkpoint.keep_latest_k"
     require(needed <= free or not config.checkpoint.enable, "job.dump_folder", str(folder), reason)
+    if fits(made, cluster):
+        return ""
+    planned = (
+        f"{made.memory.peak / GIB:.2f} GiB a rank are planned, and there are {capacity(cluster) / GIB:.2f}"
+    )
+    return f"{planned}: {cheapest_changes(made.work, cluster, config)}"
 
 
 @contextmanager
@@ -268,8 +267,8 @@ def main(argv: list[str]) -> None:
     with one_line_errors():
         config = start(argv, __doc__, None)
         if planned := plan_here(config, open_checked(config), num_ranks()):
-            check_disk(config, planned[0])
-            if warning := memory_warning(config, *planned):
+            made, cluster = planned
+            if warning := check_room(config, made, cluster):
                 print_message(f"warning: {warning}")
 
 

@@ -17,7 +17,6 @@ from planning.clusters import Cluster, Device
 from planning.constants import FLOAT32
 from planning.memory import shard_parameters, stage_shapes, unit_bytes
 from planning.network import (
-    Route,
     context_collectives,
     rollout_collectives,
     route,
@@ -71,10 +70,25 @@ def step_time(work: Workload, cluster: Cluster) -> StepTime:
     passes = (work.passes + work.forecasts, work.passes)  # of a step, forward and backward
 
     # -- what computes: blocks, ends and fields of all passes, and the update
-    blocks = [block_seconds(work, device, backward) for backward in (False, True)]
-    in_block = [sum(times.values()) for times in blocks]
-    computing = defaultdict(float)
-    for times, number in zip(blocks, passes, strict=True):
+    computing, in_block = (
+        defaultdict(float),
+        [],
+    )  # in_block: of one block and micro-batch, forward and backward
+    for is_backward, number in enumerate(passes):
+        times = linear_seconds(work, device, bool(is_backward))
+        times["attention"] = attention_seconds(work, device, bool(is_backward))
+        times["elementwise"] = elementwise_seconds(work, device, bool(is_backward))
+        if is_backward and work.ac_mode != "none":
+            again = elementwise_seconds(work, device, backward=False)
+            if work.ac_mode != "selective":
+                again += sum(linear_seconds(work, device, False).values())
+                again += attention_seconds(work, device, False)
+                if not work.compiled:  # recomputation stops before the last product of a segment
+                    outputs, inputs = cut(work.model.block, work.degrees.tp)["mlp.down.weight"]
+                    last = device.linear_seconds(rank_rows(work), inputs, outputs, work.dtype, False)
+                    again -= last / work.segment
+            times["recomputed"] = again
+        in_block.append(sum(times.values()))
         for name, value in times.items():
             computing[name] += number * layers * value
     rows, shapes = rank_rows(work), cut(work.model.first | work.model.last, work.degrees.tp)
@@ -91,7 +105,22 @@ def step_time(work: Workload, cluster: Cluster) -> StepTime:
     size = FLOAT32 * (newest + pairs + (work.history - 1) * older) * work.accumulation
     size *= work.local_batch * work.members * work.field_values * work.rollout_steps
     computing["fields"] = device.elementwise_seconds(size) if size else 0.0
-    computing["update"] = update_seconds(work, cluster)
+    # The update: cpu_offload uses the host memory, shared by the ranks of a node. Muon's products: every rank
+    # makes them of whole matrices, (m, n) with m <= n, of all its blocks.
+    if work.offload:
+        moved = update_bytes(work) + constants.CLIP_BYTES * shard_parameters(work)
+        ranks = min(cluster.devices_per_node, work.degrees.world)
+        computing["update"] = moved * ranks / cluster.host_bandwidth
+    else:
+        owners = work.degrees.dp_replicate if work.zero1 else 1
+        kernels = device.elementwise_seconds(update_bytes(work) / owners)
+        of_all = (constants.CLIP_BYTES + constants.AVERAGE_BYTES * work.ema) * shard_parameters(work)
+        products = 0.0
+        for m, n in map(sorted, work.model.matrices if work.optimizer == "Muon" else ()):
+            for inputs, outputs in ((n, m), (m, m), (m, n)):
+                products += device.linear_seconds(m, inputs, outputs, work.dtype, False)
+        products *= constants.ITERATIONS * work.rank_layers / owners
+        computing["update"] = kernels + device.elementwise_seconds(of_all) + products
 
     # -- what communicates within a sample: collectives of tp and cp, and the sends of a pipeline
     communicating: Times = defaultdict(float)
@@ -117,8 +146,41 @@ def step_time(work: Workload, cluster: Cluster) -> StepTime:
             taken = sum(n * seconds(call.kind, call.size, routes[call.axis]) for call, n in calls.items())
             communicating[axis] += work.forecasts * taken
 
-    # -- data parallelism, of which a part is hidden; what is hidden slows what computes
-    exposed, total = data_communication(work, cluster, routes, in_block)
+    # -- data parallelism, of which a part is hidden; what is hidden slows what computes. FSDP reduces and
+    # scatters gradients in every pass, and all-reduces them over replicas (HSDP) in the last. Those of a
+    # pipeline are reduced after the last micro-batch of a batch, when nothing is left to hide it. cpu_offload
+    # copies a rank's shard to the device before each gather, and its gradients back. DDP reduces buckets in
+    # the backward pass, and nothing hides the last one; ZeRO-1 then gathers the updated weights.
+    forward, backward = in_block
+    replicas, exposed, total = routes["dp_replicate"], 0.0, 0.0
+    if not work.uses_fsdp and replicas.ranks > 1:
+        size = FLOAT32 * sum(n * count(unit) for unit, n in stage_shapes(work, first=True, last=True))
+        buckets = max(round(size / constants.BUCKET), 1)
+        bucket = seconds("all-reduce", size / buckets, replicas)
+        gathered = seconds("all-gather", size, replicas) * work.zero1
+        exposed = bucket + max((buckets - 1) * bucket - backward * layers, 0.0) + gathered
+        total = buckets * bucket + gathered
+    elif work.uses_fsdp:
+        block = padded(cut(work.model.block, work.degrees.tp), work.fsdp_ranks)
+        shard = block / work.fsdp_ranks
+        gather = seconds("all-gather", work.itemsize * block, routes["fsdp"])
+        scatter = seconds("reduce-scatter", work.reduce_itemsize * block, routes["fsdp"])
+        all_reduce = seconds("all-reduce", work.reduce_itemsize * shard, replicas)
+        forwards = work.passes + work.forecasts * work.gathers_again
+        forwards = work.reductions if work.stays_gathered else forwards
+        gathers = forwards + work.passes * work.gathers_again
+        total = layers * (gathers * gather + work.reductions * scatter + all_reduce)
+        copy = FLOAT32 * shard / cluster.host_link * work.offload
+        gather += copy
+        scatter += copy
+        again = gather * work.gathers_again  # in the backward pass, on the same network as reductions
+        exposed = forwards * (gather + (layers - 1) * max(gather - forward, 0.0))  # nothing hides the first
+        if work.reduces_last:
+            exposed += work.passes * layers * max(again - backward, 0.0)
+            exposed += work.reductions * layers * (scatter + all_reduce)
+        else:
+            exposed += layers * max(again + scatter + all_reduce - backward, 0.0) + scatter + all_reduce
+            exposed += (work.reductions - 1) * layers * max(again + scatter - backward, 0.0)
     hidden = max(total - exposed, 0.0)
     ring = routes["fsdp" if work.uses_fsdp else "dp_replicate"].ring
     slower = 0.0 if cluster.shared else constants.NCCL_SLOWDOWN
@@ -162,69 +224,7 @@ def normal_maximum(number: int) -> float:
     return NormalDist().inv_cdf((number - 0.375) / (number + 0.25))
 
 
-# -- communication
-
-
-def data_communication(
-    work: Workload, cluster: Cluster, routes: dict[str, Route], in_block: list[float]
-) -> tuple[float, float]:
-    """Exposed seconds of data parallelism in a step, and seconds in all. `in_block`: seconds that a block
-    computes, forward and backward.
-
-    FSDP reduces and scatters gradients in every pass, and all-reduces them over replicas (HSDP) in the last.
-    Those of a pipeline are reduced after the last micro-batch of a batch, when nothing is left to hide it.
-    cpu_offload copies a rank's shard to the device before each gather, and its gradients back. DDP reduces
-    buckets while backward goes on, and nothing hides the last one; ZeRO-1 then gathers the updated weights.
-    """
-    (forward, backward), layers, replicas = in_block, work.rank_layers, routes["dp_replicate"]
-    if not work.uses_fsdp:
-        if replicas.ranks == 1:
-            return 0.0, 0.0
-        size = FLOAT32 * sum(n * count(unit) for unit, n in stage_shapes(work, first=True, last=True))
-        buckets = max(round(size / constants.BUCKET), 1)
-        bucket = seconds("all-reduce", size / buckets, replicas)
-        exposed = bucket + max((buckets - 1) * bucket - backward * layers, 0.0)
-        gathered = seconds("all-gather", size, replicas) * work.zero1
-        return exposed + gathered, buckets * bucket + gathered
-    block = padded(cut(work.model.block, work.degrees.tp), work.fsdp_ranks)
-    shard = block / work.fsdp_ranks
-    gather = seconds("all-gather", work.itemsize * block, routes["fsdp"])
-    scatter = seconds("reduce-scatter", work.reduce_itemsize * block, routes["fsdp"])
-    all_reduce = seconds("all-reduce", work.reduce_itemsize * shard, replicas)
-    forwards = work.reductions if work.stays_gathered else work.passes + work.forecasts * work.gathers_again
-    gathers = forwards + work.passes * work.gathers_again
-    total = layers * (gathers * gather + work.reductions * scatter + all_reduce)
-    copy = FLOAT32 * shard / cluster.host_link * work.offload
-    gather, scatter = gather + copy, scatter + copy
-    again = gather * work.gathers_again  # in the backward pass, on the same network as reductions
-    exposed = forwards * (gather + (layers - 1) * max(gather - forward, 0.0))  # nothing hides the first
-    if work.reduces_last:
-        exposed += work.passes * layers * max(again - backward, 0.0)
-        return exposed + work.reductions * layers * (scatter + all_reduce), total
-    exposed += layers * max(again + scatter + all_reduce - backward, 0.0) + scatter + all_reduce
-    exposed += (work.reductions - 1) * layers * max(again + scatter - backward, 0.0)
-    return exposed, total
-
-
 # -- computation of a block
-
-
-def block_seconds(work: Workload, device: Device, backward: bool) -> Times:
-    """One micro-batch through one block of this rank; of the backward, with what it computes again."""
-    times = linear_seconds(work, device, backward)
-    times["attention"] = attention_seconds(work, device, backward)
-    times["elementwise"] = elementwise_seconds(work, device, backward)
-    if backward and work.ac_mode != "none":
-        again = elementwise_seconds(work, device, backward=False)
-        if work.ac_mode != "selective":
-            again += sum(linear_seconds(work, device, False).values())
-            again += attention_seconds(work, device, False)
-            if not work.compiled:  # recomputation stops before the last product of a segment
-                outputs, inputs = cut(work.model.block, work.degrees.tp)["mlp.down.weight"]
-                last = device.linear_seconds(rank_rows(work), inputs, outputs, work.dtype, False)
-                again -= last / work.segment
-        times["recomputed"] = again
-    return times
 
 
 def rank_rows(work: Workload) -> int:
@@ -254,52 +254,33 @@ def attention_seconds(work: Workload, device: Device, backward: bool) -> float:
     model, heads, seconds = work.model, max(work.model.heads // work.degrees.tp, 1), 0.0
     blocks = Counter(model.window_tokens or (model.tokens,))
     for size, number in blocks.items():
-        shape = (work.states_at_once * (model.tokens // size), heads, size, model.head_dim)
-        seconds += number * device.attention_seconds(*shape, work.dtype, backward, work.attention)
+        windows = work.states_at_once * (model.tokens // size)
+        seconds += number * device.attention_seconds(
+            windows, heads, size, model.head_dim, work.dtype, backward, work.attention
+        )
     return seconds / blocks.total() / work.degrees.cp
 
 
-def elementwise_units(work: Workload, backward: bool) -> dict[str, float]:
-    """Operation -> units that it reads and writes in a block; compiled, neighbours are fused.
+def elementwise_seconds(work: Workload, device: Device, backward: bool) -> float:
+    """Return the seconds in which a block reads and writes its tokens; compiled, neighbours are fused.
 
-    Gradients of biases are sums over tokens, backward.
+    Gradients of biases are sums over tokens. Each pass also casts weights: float32 ones are read and copies
+    written, or gradients the other way round; FSDP moves about as much, as it casts shards and copies what it
+    gathered into place.
     """
     hidden = work.model.mlp_dim / work.model.dim
     activation, passes = constants.ACTIVATION_PASSES[backward]
     units = constants.PASSES[work.compiled, backward] | {activation: passes * hidden}
     if not work.compiled and work.itemsize < FLOAT32:
         units["norm cast"] = constants.NORM_CASTS[backward]
-    return units | {"sum": (5 + hidden) * backward}
-
-
-def elementwise_seconds(work: Workload, device: Device, backward: bool) -> float:
-    """Each pass also casts weights: float32 ones are read and copies written, or gradients the other way
-    round; FSDP moves about as much, as it casts shards and copies what it gathered into place.
-    """
-    sizes = {name: unit_bytes(work) * units for name, units in elementwise_units(work, backward).items()}
+    units["sum"] = (5 + hidden) * backward
+    sizes = {operation: unit_bytes(work) * number for operation, number in units.items()}
     if work.itemsize < FLOAT32 or work.uses_fsdp:
         sizes["cast"] = (FLOAT32 + work.itemsize) * count(cut(work.model.block, work.degrees.tp))
-    return sum(device.elementwise_seconds(size, name) for name, size in sizes.items() if size)
+    return sum(device.elementwise_seconds(size, operation) for operation, size in sizes.items() if size)
 
 
 # -- the update
-
-
-def update_seconds(work: Workload, cluster: Cluster) -> float:
-    """Return the seconds of the update; cpu_offload uses the host memory, shared by the ranks of a node."""
-    if work.offload:
-        ranks = min(cluster.devices_per_node, work.degrees.world)
-        moved = update_bytes(work) + constants.CLIP_BYTES * shard_parameters(work)
-        return moved * ranks / cluster.host_bandwidth
-    device = cluster.device
-    owners, number = work.degrees.dp_replicate if work.zero1 else 1, shard_parameters(work)
-    kernels = device.elementwise_seconds(update_bytes(work) / owners)
-    rest = device.elementwise_seconds((constants.CLIP_BYTES + constants.AVERAGE_BYTES * work.ema) * number)
-    products = 0.0  # Muon's: every rank makes them of whole matrices, (m, n) with m <= n, of all its blocks
-    for m, n in map(sorted, work.model.matrices if work.optimizer == "Muon" else ()):
-        for shape in ((m, n, m), (m, m, m), (m, m, n)):
-            products += device.linear_seconds(*shape, work.dtype, False)
-    return kernels + rest + constants.ITERATIONS * work.rank_layers * products / owners
 
 
 def update_bytes(work: Workload) -> float:

@@ -3,7 +3,6 @@
 import dataclasses
 import math
 from dataclasses import dataclass
-from typing import Any
 
 from config import Config
 from datasets.channels import Channels
@@ -157,6 +156,11 @@ class Workload:
         return num_stages(self.schedule, self.degrees.pp) // self.degrees.pp
 
     @property
+    def shares_by(self) -> str:
+        """The method of context parallelism; "" without it."""
+        return self.method if self.degrees.cp > 1 else ""
+
+    @property
     def fsdp_ranks(self) -> int:
         return self.degrees.dp_shard * self.degrees.cp
 
@@ -183,15 +187,11 @@ def workload_of(config: Config, world: int, grid_shape: tuple[int, int], num_var
             f'model.name = "{config.model.name}": plan.py knows the {known}; for others use --dry_run'
         )
     training, parallelism, ac = config.training, config.parallelism, config.activation_checkpoint
-    degrees = resolve_degrees(world, parallelism)
-    named = Channels.of(config.data, config.model.noise_dim)
-    channels, history = len(named.inputs), config.data.history
+    degrees, cells = resolve_degrees(world, parallelism), math.prod(grid_shape)
+    channels = len(Channels.of(config.data, config.model.noise_dim).inputs)
     smallest = training.local_batch_size * degrees.dp
-    cells = math.prod(grid_shape)
-    model = architecture_of(config.model, grid_shape, channels, num_variables)
-    rollouts = Rollouts.of(training)
     return Workload(
-        model=model,
+        model=architecture_of(config.model, grid_shape, channels, num_variables),
         degrees=degrees,
         local_batch=training.local_batch_size,
         global_batch=smallest if training.global_batch_size < 0 else training.global_batch_size,
@@ -210,38 +210,10 @@ def workload_of(config: Config, world: int, grid_shape: tuple[int, int], num_var
         method=parallelism.context_parallel_method,
         schedule=parallelism.pipeline_parallel_schedule,
         pipeline_micro_batch=parallelism.pipeline_parallel_microbatch_size,
-        ema=config.training.ema_decay > 0,
-        rolls=config.training.augmentation != "none",
+        ema=training.ema_decay > 0,
+        rolls=training.augmentation != "none",
         optimizer=config.optimizer.name,
-        history=history,
+        history=config.data.history,
         members=training.members,
-        rollout_steps=rollouts.longest,
+        rollout_steps=Rollouts.of(training).longest,
     )
-
-
-def changed_settings(work: Workload, config: Config) -> dict[str, Any]:
-    """Return the keys, with values, that give `work` in place of the workload of `config`."""
-    d, shards = work.degrees, config.parallelism.data_parallel_shard_degree
-    wanted = {
-        "parallelism.data_parallel": "zero1" if work.zero1 else "auto",
-        "parallelism.data_parallel_replicate_degree": d.dp_replicate,
-        "parallelism.data_parallel_shard_degree": shards if shards == d.dp_shard else -1,  # -1: the rest
-        "parallelism.tensor_parallel_degree": d.tp,
-        "parallelism.context_parallel_degree": d.cp,
-        "parallelism.pipeline_parallel_degree": d.pp,
-        "parallelism.fsdp_reshard_after_forward": work.reshard,
-        "parallelism.cpu_offload": work.offload,
-        "training.local_batch_size": work.local_batch,
-        "training.mixed_precision_param": work.dtype,
-        "float8.enable": work.float8,
-        "activation_checkpoint.mode": work.ac_mode,
-        "compile.enable": work.compiled,
-    }
-    if d.pp > 1:
-        wanted["parallelism.pipeline_parallel_schedule"] = work.schedule
-        wanted["parallelism.pipeline_parallel_microbatch_size"] = work.micro_batch
-    if config.training.global_batch_size != -1 or work.accumulation > 1:
-        wanted["training.global_batch_size"] = work.global_batch
-    sections = dataclasses.asdict(config).items()
-    configured = {f"{section}.{key}": value for section, keys in sections for key, value in keys.items()}
-    return {key: value for key, value in wanted.items() if value != configured[key]}

@@ -1,28 +1,24 @@
-"""plan.py --calibrate: steps that are measured here anchor the plans of other configurations."""
+"""Steps on data.path = "random", measured here, anchor the plans of other configurations."""
 
 import json
 from pathlib import Path
 
 import pytest
 
-from planning import calibration
 from planning.known_runs import run_record
-from tests.planned import run_plan
+from tests.planned import run_plan, run_train
 from tests.started_jobs import write_config
 
 
-def test_measured_steps_anchor_plans(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The plan of what was measured is its time; twice the samples take about twice as long."""
+def test_measured_steps_anchor_plans(tmp_path: Path) -> None:
+    """The plan of what was measured is its time; layouts of the same kind are scaled with it."""
+    options = ["--job.config_file", str(write_config(tmp_path)), "--training.global_batch_size=-1"]
+    options += ["--data.path=random", "--data.grid_shape=[6,8]", "--checkpoint.enable=false"]
     folder = tmp_path / "calibration"
-    monkeypatch.setattr(calibration, "SECONDS", 0.0)
-    monkeypatch.setattr(calibration, "CALIBRATION", folder)
-    options = ("--job.config_file", str(write_config(tmp_path)), "--training.global_batch_size=64")
-    done = run_plan(*options, "--calibrate", "--cluster", "a100x64")  # measured on one rank here
-    assert done.returncode == 0 and f"--anchor {folder}" in done.stdout, done.stderr
+    run_train(*options, "--training.steps=6", f"--job.dump_folder={folder}")
     record = run_record(folder)
-    seconds = record.seconds
-    assert record.ranks == 1 and seconds > 0
-    assert len((folder / "metrics.jsonl").read_text().splitlines()) == calibration.FEWEST
-    alone = ("--training.global_batch_size=-1", "--cluster", "cpu1", "--anchor", str(folder), "--json")
-    made = json.loads(run_plan(*options, *alone).stdout)
-    assert made["step_seconds"] == pytest.approx(seconds) and made["error_kind"] == "anchored, data parallel"
+    assert record.ranks == 1 and record.seconds > 0
+    planned = run_plan(*options, "--cluster", "cpu1", "--anchor", str(folder), "--json")
+    made = json.loads(planned.stdout)
+    assert made["step_seconds"] == pytest.approx(record.seconds)
+    assert made["error_kind"] == "anchored, data parallel"

@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from planning.clusters import MACHINES, load_cluster, read_machines
+from planning.clusters import MACHINES, all_machines, load_cluster
 
-NAMES = list(read_machines(MACHINES))
+NAMES = list(all_machines())
 
 
 def write(folder: Path, text: str) -> list[Path]:

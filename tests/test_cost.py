@@ -9,19 +9,16 @@ import pytest
 
 from config import Checkpoint
 from planning.clusters import load_cluster
-from planning.cost import HOUR, Fleet, checkpoint_storage, expected_time, fleets, run_cost
+from planning.cost import HOUR, checkpoint_storage, expected_time, fleets
 
 A100 = load_cluster("a100x64")
-MIXED = Fleet(A100, on_demand_nodes=1)
 
 
 def test_the_sums_of_the_mission() -> None:
-    """110 hours on demand; then $3,080 and $7,577, and two preemptions of 45 minutes of 64 spot devices."""
-    cost = run_cost([(110 * HOUR, HOUR)], Fleet(dataclasses.replace(A100, failures=0.0), 8))
-    assert cost == pytest.approx({"hours": 110, "dollars": 24_640})
-    assert MIXED.on_demand_devices == 8
-    assert 110 * MIXED.dollars_an_hour == pytest.approx(3_080 + 7_577, abs=0.5)
-    assert 110 * MIXED.dollars_an_hour + 2 * 0.75 * 64 * A100.spot == pytest.approx(10_775, abs=0.5)
+    """110 hours of 64 devices on demand, which nothing interrupts."""
+    fleet = fleets(dataclasses.replace(A100, failures=0.0))["on demand"]
+    hours = expected_time(110 * HOUR, HOUR, fleet.rate) / HOUR
+    assert (hours, hours * fleet.dollars_an_hour) == pytest.approx((110, 24_640))
 
 
 def simulate(work: float, interval: float, rate: float, restart: float, generator: random.Random) -> float:
@@ -66,13 +63,12 @@ def test_runs_that_nothing_interrupts_or_that_hardly_end() -> None:
 def test_fleets_of_a_cluster() -> None:
     """419 interruptions of 2,048 nodes in 54 days (Llama 3, section 3.3.4): 8 nodes, a year, 11 of them."""
     found = fleets(A100)
-    assert list(found) == ["on demand", "1 on demand, 7 spot", "spot"]
+    assert list(found) == ["on demand", "spot"]
     assert found["spot"].dollars_an_hour == pytest.approx(64 * 1.23)
-    assert found["spot"].rate / MIXED.rate == pytest.approx(8 / 7, rel=0.02)
+    taken_away = found["spot"].rate - found["on demand"].rate
+    assert taken_away * HOUR == pytest.approx(8 * A100.spot_interruptions)
     year = 365 * 24 * HOUR
     assert found["on demand"].rate * year == pytest.approx(419 / 2048 / 54 * 365 * 8, rel=0.02)
-    assert list(fleets(A100.with_devices(8))) == ["on demand", "spot"]
-    assert Fleet(A100.with_devices(4), on_demand_nodes=1).on_demand_devices == 4  # of a node
 
 
 def test_storage() -> None:

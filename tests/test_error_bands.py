@@ -5,7 +5,15 @@ from functools import cache
 
 import pytest
 
-from benchmarks.planner_published import KINDS, bands, bands_toml, judged_runs, peaks_table
+from benchmarks.planner_published import (
+    KINDS,
+    bands,
+    bands_toml,
+    judged_runs,
+    peaks_table,
+    unseen_runs,
+    unseen_summary,
+)
 from config import Model
 from parallelisms.degrees import Degrees
 from planning.architecture import architecture_of
@@ -31,6 +39,20 @@ def test_runs_held_out_are_of_all_kinds_of_layout():
     assert all(row["source"].startswith(("https://", "mission.md")) for row in rows())
     figures = [(row["what"], row["published"]) for row in rows()]
     assert len(set(figures)) == len(figures)  # none is in two groups
+
+
+def test_unseen_runs_are_in_no_other_list():
+    """Their layouts are not those of published_runs.toml, and their line counts them all."""
+    unseen = unseen_runs(rows())
+    assert len(unseen) == len({(row["what"], row["published"]) for row in unseen}) == 54
+    assert {row["group"] for row in unseen} == {"unseen"}
+    published = {(row["what"], row["published"]) for row in rows()}
+    assert not published & {(row["what"], row["published"]) for row in unseen}
+    assert all(row["source"].startswith("https://") for row in unseen)
+    within = sum(abs(row["error"]) <= 0.10 for row in unseen)
+    lines = unseen_summary(unseen, rows()).splitlines()
+    numbers = next(line for line in lines if line.startswith("unseen")).split()
+    assert int(numbers[1]) == len(unseen) and int(numbers[3]) == within
 
 
 def test_bands_are_those_of_the_published_runs():

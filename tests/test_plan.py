@@ -112,7 +112,7 @@ def test_days_and_dollars_are_ranges_of_known_runs():
     assert high["hours"] / planned["hours"] == pytest.approx(band[1] / step, rel=0.05)  # and more is lost
     assert made["steps"] == 5697 and planned["dollars"] == pytest.approx(224 * planned["hours"])
     assert f"{low['hours'] / 24:,.2f} to {high['hours'] / 24:,.2f} days for 5,697 steps" in text
-    assert f"dollars  on demand: {low['dollars']:,.0f} to {high['dollars']:,.0f}; 1 on demand" in text
+    assert f"dollars  on demand: {low['dollars']:,.0f} to {high['dollars']:,.0f}; spot: " in text
     assert re.search(r"^time +[\d.]+ hours for", plan("--cluster", "cpu2", config="demo"), re.MULTILINE)
 
 

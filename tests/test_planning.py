@@ -138,7 +138,7 @@ def test_routes_follow_the_order_of_axes():
     work = vit1b(Degrees(dp_shard=8, tp=8))
     assert route(cluster, work.degrees, "tp").per_node == 8
     across = route(cluster, work.degrees, "fsdp")
-    assert across.per_node == 1 and across.nodes == 8
+    assert across.per_node == 1 and across.ranks == 8
     assert across.between.bandwidth == cluster.between.bandwidth / 8  # 8 groups share a node's network
 
 

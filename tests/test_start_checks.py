@@ -11,7 +11,7 @@ import pytest
 from command_line import load_config
 from config import Config
 from errors import ConfigError
-from planning.start_checks import check_disk, main, memory_warning, open_checked, plan_here
+from planning.start_checks import check_room, main, open_checked, plan_here
 from tests.started_jobs import write_config
 
 
@@ -58,7 +58,7 @@ def test_a_full_disk_is_named(small: Path, tmp_path: Path) -> None:
         config = config_in(tmp_path, *options, "--checkpoint.keep_latest_k", keep)
         found = plan_here(config, open_checked(config), 1)
         assert found
-        check_disk(config, found[0])
+        check_room(config, *found)
 
     check("2")
     with pytest.raises(ConfigError, match="GiB of checkpoints are to come"):
@@ -82,9 +82,9 @@ def test_a_model_that_does_not_fit_names_what_would(tmp_path: Path) -> None:
     found = plan_here(config, open_checked(config), 1)
     assert found
     made, cluster = found
-    warning = memory_warning(config, made, replace(cluster, device=replace(cluster.device, memory=2**32)))
+    warning = check_room(config, made, replace(cluster, device=replace(cluster.device, memory=2**32)))
     assert (
         re.match(r"1\d\.\d+ GiB a rank are planned, and there are \d\.", warning) and "8 devices" in warning
     )
     enough = replace(cluster, device=replace(cluster.device, memory=2**36))
-    assert memory_warning(config, made, enough) == ""
+    assert check_room(config, made, enough) == ""

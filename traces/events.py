@@ -100,7 +100,28 @@ def read_trace(path: Path) -> Trace:
     except UNREADABLE as error:
         raise DataError(f"{path}: cannot be read as a trace of torch.profiler ({error!r})") from error
 
-    stretches = [stretch for events in threads.values() for stretch in nest(events)]
+    # Events of a thread in order, each with its parent, and cut where it outlives that. A thread's time is in
+    # stretches: (start, end, innermost event).
+    stretches: list[tuple[float, float, Event]] = []
+    for events in threads.values():
+        events.sort(key=lambda event: (event.start, -event.end))
+        open_events: list[Event] = []
+        now = 0.0
+        for event in [*events, None]:
+            until = event.start if event else math.inf
+            while open_events and open_events[-1].end <= until:
+                innermost = open_events.pop()
+                if innermost.end > now:
+                    stretches.append((now, innermost.end, innermost))
+                    now = innermost.end
+            if event:
+                if open_events:
+                    event.parent = open_events[-1]
+                    event.end = min(event.end, event.parent.end)
+                    if event.start > now:
+                        stretches.append((now, event.start, event.parent))
+                now = event.start
+                open_events.append(event)
     host_events = [event for events in threads.values() for event in events]
     busy = {outer for event in host_events if event.kind == "op" for outer in event.chain()}
     steps = [event for event in host_events if event.kind == "span" and STEP_NAME.fullmatch(event.name)]
@@ -119,30 +140,3 @@ def read_trace(path: Path) -> Trace:
     numbers = f"steps {last - len(steps) + 1} to {last}" if len(steps) > 1 else f"step {last}"
     title = f"{path}: rank {rank} of {world_size}, {device}, {numbers}"
     return Trace(title, rank, steps, host_events, stretches, kernels, calls)
-
-
-def nest(events: list[Event]) -> list[tuple[float, float, Event]]:
-    """Sort the events of one thread, give each its parent, and cut what outlives its parent.
-
-    Return the times of the thread, (start, end, innermost event), in order.
-    """
-    events.sort(key=lambda event: (event.start, -event.end))
-    stretches: list[tuple[float, float, Event]] = []
-    open_events: list[Event] = []
-    now = 0.0
-    for event in [*events, None]:
-        until = event.start if event else math.inf
-        while open_events and open_events[-1].end <= until:
-            innermost = open_events.pop()
-            if innermost.end > now:
-                stretches.append((now, innermost.end, innermost))
-                now = innermost.end
-        if event:
-            if open_events:
-                event.parent = open_events[-1]
-                event.end = min(event.end, event.parent.end)
-                if event.start > now:
-                    stretches.append((now, event.start, event.parent))
-            now = event.start
-            open_events.append(event)
-    return stretches
