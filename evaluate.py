@@ -289,19 +289,20 @@ def find_climatology(
     if "climatology" not in options.baselines:
         logger.info("no climatology and no ACC: neither --baselines nor --climatology names one")
         return None
-    data, locks = (selection.archive, selection.variables, selection.train), list[IO[str]]()
-    target = folder / OWN_FOLDER / "climatology.zarr"
-    fingerprint = from_first_rank(lambda: fingerprint_of(*data))
+    archive, variables, dates = selection.archive, selection.variables, selection.train
+    target, locks = folder / OWN_FOLDER / "climatology.zarr", list[IO[str]]()
+    unfinished = target.with_suffix(".incomplete")
+    fingerprint = from_first_rank(lambda: fingerprint_of(archive, variables, dates))
 
     def rename() -> None:
         shutil.rmtree(target, ignore_errors=True)
-        os.replace(target.with_suffix(".incomplete"), target)
+        os.replace(unfinished, target)
 
     if not is_locked:  # of an evaluation with another --output
         from_first_rank(lambda: locks.append(lock_output(target.parent, wait=True)))
     if from_first_rank(lambda: stored_fingerprint(target)) != fingerprint:
         logger.info("computing the climatology of the training period, once, into %s", target)
-        compute_climatology(*data, str(target.with_suffix(".incomplete")), fingerprint)
+        compute_climatology(archive, variables, dates, str(unfinished), fingerprint)
         from_first_rank(rename)
     locks.clear()
     return open_climatology(str(target), access)

@@ -240,7 +240,7 @@ def forecast_batch(
 
     Nothing waits for the device before the last lead, except the store when it falls behind.
     """
-    normalizer, settings, device = forecaster.normalizer, config.forecast, forecaster.model.device
+    normalizer, device = forecaster.normalizer, forecaster.model.device
     empty = ~torch.isfinite(start).flatten(2).any(-1)  # (B, h V)
     empty[:, normalizer.channels.hidden] = False  # the model does not see these
     rows = (~empty.any(1)).nonzero().flatten().tolist()  # the others stay NaN in the store
@@ -249,13 +249,17 @@ def forecast_batch(
     limit, of_leads = plausible_size(normalizer.normalize(normalizer.newest(start))[0]), []
     members = torch.tensor([member for _, member in batch], device=device)
     keys = noise_keys(config.training.seed, 0, times, members)
-    settings_of_model = (
+    windows = rollout(
         forecaster.model.predict,
         normalizer,
         forecaster.conditions,
         config.data.step_hours * 3600,
+        start,
+        times,
+        config.forecast.num_steps,
+        keys,
+        forecaster.known,
     )
-    windows = rollout(*settings_of_model, start, times, settings.num_steps, keys, forecaster.known)
     for lead, window in enumerate(windows):
         state = normalizer.newest(window)
         of_leads.append(blown_up(state, limit))  # (B, V)

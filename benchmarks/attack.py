@@ -584,7 +584,7 @@ NEWEST = f"checkpoints/step-{STEPS:08d}"
 
 def files(stage: Stage, rng: random.Random) -> Iterator[Case]:
     def damaging(name: str, how: str) -> Callable[[Path], object]:
-        return partial(lambda seed, folder: damage(folder / name, how, seed), rng.random())
+        return partial(lambda seed, folder: damage(next(folder.glob(name)), how, seed), rng.random())
 
     resumed, stored_files = LISTS["saved"]["resumed"], LISTS["saved"]["stored"]
     for name, how in itertools.product(resumed, DAMAGES):
@@ -597,7 +597,7 @@ def files(stage: Stage, rng: random.Random) -> Iterator[Case]:
     for name in (*resumed, "checkpoints", "best"):
 
         def remove(folder: Path, name: str = name) -> None:
-            path = folder / name
+            path = next(folder.glob(name))
             shutil.rmtree(path) if path.is_dir() else path.unlink()
 
         yield stage.resumed("files", f"{name}, removed", remove)

@@ -60,7 +60,8 @@ def main(argv: list[str]) -> int:
     selection, left_out = parse_selection(options.select), dict[str, str]()
     parse_storage_options(options.storage_options)
     access = Access(tuple(options.storage_options), protocol_of(options.source))
-    archive = Archive(options.source, *read_all_fields(options.source, selection, access, left_out))
+    fields, unreadable = read_all_fields(options.source, selection, access, left_out)
+    archive = Archive(options.source, fields, unreadable)
     check_selection(selection, archive.extra_dimensions, options.source)
     grid, times = archive.grid, archive.times
     dates = evenly_spaced(np.arange(len(times)), 0 if options.all else SAMPLED_DATES)

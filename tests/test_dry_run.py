@@ -20,7 +20,7 @@ GRID = (16, 32)
 def run(monkeypatch: pytest.MonkeyPatch, *options: str, world: int = 8) -> DryRun:
     monkeypatch.setenv("WORLD_SIZE", str(world))
     arguments = ["--data.forcings=[]", "--data.static_variables=[]", "--model.dim=64", "--optimizer.lr=1e-3"]
-    arguments += ["--data.history=1", "--model.attention_windows=[]"]
+    arguments += ["--data.history=1", "--model.attention_windows=[]", "--optimizer.name=AdamW"]
     return dry_run(load_checked([*arguments, *options]), world, global_grid(GRID), 7)
 
 

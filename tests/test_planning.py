@@ -29,7 +29,7 @@ from training.config_checks import load_checked
 GRID = (32, 64)
 BASE = {"data.forcings": "[]", "data.static_variables": "[]", "model.attention_backend": "sdpa"}
 PLAIN = {"model.mlp": "gelu", "model.position": "learned", "model.qk_norm": "false"}
-PLAIN |= {"model.attention_windows": "[]", "data.history": "1"}
+PLAIN |= {"model.attention_windows": "[]", "data.history": "1", "optimizer.name": "AdamW"}
 SMALL = {"model.dim": "128", "model.num_layers": "6", "training.local_batch_size": "4"}
 
 

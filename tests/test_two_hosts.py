@@ -1,6 +1,8 @@
 """Two hosts: network namespaces joined by a cable that can be pulled out, a launcher in each."""
 
+import os
 import re
+import shlex
 import shutil
 import signal
 import subprocess
@@ -27,6 +29,8 @@ def cable() -> Iterator[None]:
     if not shutil.which("ip"):
         pytest.skip("two hosts are network namespaces: the command ip is not installed")
     try:
+        for left in {*HOSTS} & set(os.listdir("/run/netns") if os.path.isdir("/run/netns") else []):
+            ip("netns", "del", left)  # of tests that were killed
         ip("netns", "add", HOSTS[0])
     except subprocess.CalledProcessError as error:
         pytest.skip(f"two hosts are network namespaces: {error.stderr.strip()}")
@@ -51,10 +55,14 @@ Start = Callable[..., Job]
 
 @pytest.fixture
 def start(cable, start_job, config_file) -> Start:
-    """(host, folder, *options) -> a launcher with one rank on that host."""
+    """(host, folder, *options) -> a launcher with one rank on that host, which may have a disk of its own
+    where the folder is.
+    """
 
-    def on_host(host: int, folder: Path, *options: str, restarts: str = "0") -> Job:
-        inside = ["ip", "netns", "exec", HOSTS[host]]
+    def on_host(host: int, folder: Path, *options: str, restarts: str = "0", own_disk: bool = False) -> Job:
+        inside = ["ip", "netns", "exec", HOSTS[host]]  # with mounts of its own, too
+        if own_disk:
+            inside += ["sh", "-c", f"mount -t tmpfs none {shlex.quote(str(folder))} && exec \"$@\"", "sh"]
         network = {"NGPU": "1", "NNODES": "2", "RDZV_ENDPOINT": f"{PREFIX}.1:29511", "NODE_RANK": str(host)}
         network["GLOO_SOCKET_IFNAME"] = f"cable-{'ab'[host]}"  # this machine's name leads to neither
         return start_job(config_file, folder, *options, host=inside, MAX_RESTARTS=restarts, **network)
@@ -121,3 +129,13 @@ def test_a_host_that_dies_ends_the_job_which_resumes(start, tmp_path):
     both = start_both(start, run, *options, "--training.steps", str(saved + 10))
     assert [job.end() for job in both] == [0, 0], both[0].output
     assert "resumed from" in both[0].output and sorted(losses(run)) == list(range(1, saved + 11))
+
+
+@pytest.mark.slow
+def test_hosts_that_do_not_share_the_folder_of_the_run_are_refused(start, tmp_path):
+    """Each would write half of every checkpoint, found out at the next start."""
+    run = tmp_path / "run"
+    first, second = start(0, run), start(1, run, own_disk=True)
+    assert [first.end(60), second.end(60)] == [2, 2], first.output + second.output
+    assert "job.dump_folder" in first.output and "Traceback" not in first.output + second.output
+    assert not (run / "metrics.jsonl").exists()

@@ -70,8 +70,9 @@ def model_forecast(
     def forecast(start: Tensor, times: Tensor, leads: Sequence[int]) -> Iterator[Tensor]:
         keys = keys_of_members(seed, 0, times, members)
         start, times = (each.repeat_interleave(members, dim=0) for each in (start, times))
-        settings = (predict, normalizer, conditions, step_seconds)
-        windows = rollout(*settings, start, times, max(leads), keys, known)
+        windows = rollout(
+            predict, normalizer, conditions, step_seconds, start, times, max(leads), keys, known
+        )
         for lead, window in enumerate(windows, 1):
             if lead in leads:
                 yield normalizer.denormalize(normalizer.newest(window))

@@ -198,8 +198,11 @@ class ForecastStore:
         leads = np.asarray(self.leads).astype("timedelta64[h]").astype("timedelta64[ns]")
         axes = {"time": self.dates.astype("datetime64[ns]"), "prediction_timedelta": leads}
         axes |= {"number": np.arange(self.num_members)} if self.num_members > 1 else {}
-        settings = dict.fromkeys(axes, 1), {ATTRIBUTE: json.dumps(about)}, self.units
-        create_store(unfinished, self.variables, self.grid, axes, *settings, has_status=True)
+        attributes = {ATTRIBUTE: json.dumps(about)}
+        chunks = dict.fromkeys(axes, 1)
+        create_store(
+            unfinished, self.variables, self.grid, axes, chunks, attributes, self.units, has_status=True
+        )
         os.replace(unfinished, self.path)
 
     def _open(self) -> xr.Dataset:
