@@ -39,7 +39,7 @@ class Activity:
     def phase(self, name: str) -> Iterator[None]:
         """Mark a phase inside the present ones."""
         outer, started = self.phases, time.monotonic()
-        self.phases, self.since = (*outer, name), started
+        self.phases, self.since = outer + (name,), started
         try:
             yield
         finally:

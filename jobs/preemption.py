@@ -69,7 +69,7 @@ class Agreement:
     def _on_signal(self, number: int, frame: FrameType | None = None) -> None:
         """Called by the watchdog's thread, or without one by Python in the main thread."""
         watchdog, reason = self.watchdog, self._reason(number * RANKS + self.rank)
-        if watchdog.thread.is_alive() and threading.current_thread() is not watchdog.thread:
+        if watchdog.is_alive() and threading.current_thread() is not watchdog:
             return
         if number == signal.SIGINT and self.request:
             watchdog.end("interrupted again: ended without a save", INTERRUPTED)
@@ -82,7 +82,7 @@ class Agreement:
         message, code = self.ending or describe_early_end(number)
         message = f"{reason}: {message}" if self.ending else message
         watchdog.is_asked_to_stop = True
-        if is_of_torchelastic(number) and watchdog.thread.is_alive():
+        if is_of_torchelastic(number) and watchdog.is_alive():
             watchdog.lost = True  # so that a rank that has failed is found and named first
             watchdog.end_later = time.monotonic() + AFTER_LOSS_SECONDS + 2.0, message, code
         else:
@@ -92,7 +92,7 @@ class Agreement:
         self.is_waiting, self.boundary = True, time.monotonic() - activity.long_seconds
         return self
 
-    def __exit__(self, kind: Any, *error: object) -> None:
+    def __exit__(self, kind: Any, error: object, trace: object) -> None:
         if kind is None and self.exchange:  # else the watchdog ends this rank
             self.exchange.wait()  # a process that ends meanwhile would break the others' connections
 

@@ -101,7 +101,7 @@ def forward_signals(numbers: socket.socket) -> None:
 
 def run_ranks(argv: list[str]) -> int:
     """Run the ranks of this node and return their exit code. Raises RunFailed if the nodes do not meet."""
-    args = parse_args(["--rdzv-endpoint=127.0.0.1:0", "--signals-to-handle=SIGQUIT", *argv])
+    args = parse_args(["--rdzv-endpoint=127.0.0.1:0", "--signals-to-handle=SIGQUIT"] + argv)
     args.rdzv_backend, args.rdzv_conf = BACKEND, f"rank={args.node_rank}"
     host = args.rdzv_endpoint.rpartition(":")[0]
     is_name = not re.fullmatch(r"localhost|[\d.]+|.*:.*", host)
@@ -143,7 +143,7 @@ def main() -> None:
     rendezvous_handler_registry.register(BACKEND, Node)
     with errors.one_line_errors():
         try:
-            code = run_ranks([f"--log-dir={Node.log_folder}", *sys.argv[1:]])
+            code = run_ranks([f"--log-dir={Node.log_folder}"] + sys.argv[1:])
             handle_stop_signals(signal.SIG_IGN)  # the code is known
         finally:
             shutil.rmtree(Node.log_folder, ignore_errors=True)

@@ -101,11 +101,12 @@ def is_lost_connection(error: BaseException) -> bool:
     return is_named or isinstance(error, dist.DistError)
 
 
-class Watchdog:
+class Watchdog(threading.Thread):
     """Thread that watches this rank and the others, inside the context or until `stop`."""
 
     def __init__(self, folder: Path, comm: Comm) -> None:
         """folder: the run's; stacks go to hang/ in it."""
+        super().__init__(name="watchdog", daemon=True)
         self.folder = folder
         self.long_limit, self.short_limit = comm.timeout_seconds, comm.train_timeout_seconds
         self.group_seconds = self.long_limit + EXPLAIN_SECONDS
@@ -122,12 +123,11 @@ class Watchdog:
         self.stopped = threading.Event()
         self.ends = threading.Lock()  # of the thread that ends this process
         self.end_later: tuple[float, str, int] | None = None  # time, message and code
-        self.thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
 
     def __enter__(self) -> "Watchdog":
         activity.restart()
         self.signals = signal_socket()
-        self.thread.start()
+        self.start()
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
@@ -138,10 +138,10 @@ class Watchdog:
     def stop(self) -> None:
         """Let ranks end from now on. Called after the last barrier."""
         self.stopped.set()
-        if self.thread.is_alive():
+        if self.is_alive():
             if (waker := signal.set_wakeup_fd(-1)) >= 0:
                 os.write(waker, b"\0")
-            self.thread.join(timeout=2 * STORE_SECONDS)
+            self.join(timeout=2 * STORE_SECONDS)
 
     def begin(self, step: int) -> None:
         """Start to write status.json: from now on the run's folder is this run's. step: the last one."""
@@ -192,7 +192,8 @@ class Watchdog:
 
     # -- the thread
 
-    def _watch(self) -> None:
+    def run(self) -> None:
+        """Called by `start` in the thread."""
         while not self.stopped.is_set():
             if self.has_launcher and os.getppid() != self.parent:
                 errors.exit_now(FAILED)  # the launcher was killed: nothing else would end this rank
@@ -211,7 +212,9 @@ class Watchdog:
                         f"no answer from {host}, {reason}; rank {self.rank} ends in step {activity.step}"
                     )
             if self.end_later and time.monotonic() > self.end_later[0]:
-                self.end(*self.end_later[1:])
+                _, message, code = self.end_later
+                self.end(message, code)
+            # -- until the next heartbeat, signals, which handlers get here
             if select.select([self.signals], [], [], INTERVAL)[0]:
                 for number in filter(None, self.signals.recv(64)):
                     handler = signal.getsignal(number)
@@ -224,9 +227,10 @@ class Watchdog:
         """
         mine = self.heartbeat()
         if self.world_size > 1 and self.store is None:
-            address = (os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
-            socket.create_connection(address, timeout=STORE_SECONDS).close()  # torch would print C++ frames
-            store = TCPStore(*address, is_master=False, timeout=timedelta(seconds=STORE_SECONDS))
+            host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+            # Where nobody listens torch would print C++ frames.
+            socket.create_connection((host, port), timeout=STORE_SECONDS).close()
+            store = TCPStore(host, port, is_master=False, timeout=timedelta(seconds=STORE_SECONDS))
             # Its time-out counts for waiting alone: an answer that never comes would block for ever.
             if descriptor := re.search(r"client=.*?fd=(\d+)", repr(store)):
                 with socket.socket(fileno=os.dup(int(descriptor[1]))) as connection:
@@ -242,18 +246,21 @@ class Watchdog:
             for rank in ranks:
                 if rank not in self.last:  # a key that is not there would be waited for
                     self.store.compare_set(f"rank/{rank}", "", json.dumps(asdict(Heartbeat(rank))))
-            reason, *texts = self.store.multi_get(["shutdown", *(f"rank/{rank}" for rank in ranks)])
-            if reason.decode() != NO_REASON:
-                self.end("", int(reason.split()[0]))
+            # All in one request: of 300 ranks, too.
+            texts = self.store.multi_get(["shutdown"] + [f"rank/{rank}" for rank in ranks])
+            if texts[0].decode() != NO_REASON:
+                self.end("", int(texts[0].split()[0]))
             heartbeats, now = [], time.monotonic()
-            for rank, text in zip(ranks, texts, strict=True):
+            for rank, text in zip(ranks, texts[1:], strict=True):
                 if self.last.get(rank, (b"", 0.0))[0] != text:
                     self.last[rank] = (text, now)
                 heartbeats.append(replace(Heartbeat(**json.loads(text)), silent=now - self.last[rank][1]))
+        # -- rank 0 judges all ranks; the others only whether rank 0 is there
         silence = self.silence(self.lost or any(rank.lost for rank in heartbeats))
         if self.rank == 0 or heartbeats[0].silent > max(silence, NO_HEARTBEAT):
-            if stalled := find_stalled_ranks(heartbeats, silence):
-                self.end(f"{format_report(*stalled)}; stacks: {self.folder / 'hang'}")
+            if problem := find_stalled_ranks(heartbeats, silence):
+                stalled, reason = problem
+                self.end(f"{format_report(stalled, reason)}; stacks: {self.folder / 'hang'}")
 
     # -- the end
 
@@ -265,6 +272,7 @@ class Watchdog:
         """
         if not self.ends.acquire(blocking=False):
             time.sleep(2 * EXPLAIN_SECONDS)  # the other thread of this rank ends the process
+        # -- the reason, of the first rank that has one
         is_first = bool(message)
         # Without its host a store may never answer.
         if is_first and self.store and time.monotonic() - self.contact < STORE_SECONDS:
@@ -274,8 +282,8 @@ class Watchdog:
         if is_first and errors.is_reporting_rank():
             print_message(message)
             self.write_status(code, message)
-        if code == FAILED and threading.current_thread() is self.thread:
-            # The stacks of all threads, and what NCCL's flight recorder has, for torchfrtrace.
+        # -- the stacks of all threads, and what NCCL's flight recorder has, for torchfrtrace
+        if code == FAILED and threading.current_thread() is self:
             c10d, folder = importlib.import_module("torch._C._distributed_c10d"), self.folder / "hang"
             try:
                 folder.mkdir(parents=True, exist_ok=True)
@@ -288,7 +296,7 @@ class Watchdog:
                     (folder / f"nccl_{self.rank}").write_bytes(dump())
             except OSError as error:
                 print_message(f"{self.folder}: no stacks written: {error}")
-        # Without a launcher the store is this process or rank 0's, which waits until all have the reason.
+        # -- without a launcher the store is this process or rank 0's, which waits until all have the reason
         if self.store and not self.has_launcher:
             deadline = time.monotonic() + LINGER_SECONDS
             with suppress(dist.DistError):
