@@ -173,6 +173,8 @@ class Saving(RandomRun):
 
 def measure_excess(training: Saving, folder: Path, rounds: int) -> tuple[dict[str, float], float]:
     own = {m: Checkpointer(folder / m, Checkpoint(async_mode=m, keep_latest_k=1), "", {}) for m in OURS}
+    for checkpointer in own.values():
+        checkpointer.start_process()
     group = cast(dist.ProcessGroup, dist.new_group(backend="gloo"))
 
     def save_plainly() -> float:

@@ -67,7 +67,8 @@ def find_trained(config: Config, selection: Selection) -> Trained:
     Raises ConfigError if there is none, or the configuration or the data give its weights another meaning,
     DataError if the statistics of its run are missing.
     """
-    checkpoint = find_checkpoint(*checkpoint_source(config))
+    key, source = checkpoint_source(config)
+    checkpoint = find_checkpoint(key, source)
     folder = checkpoint.folder
     identity = Identity.of(folder)
     identity.check(config, "take the config.toml of that checkpoint", selection)
@@ -75,7 +76,7 @@ def find_trained(config: Config, selection: Selection) -> Trained:
         raise DataError(f"{folder}: its manifest has no statistics; resume its run, which adds them")
     # The data of the training may be deleted since.
     mean, std, change = (np.asarray(identity.statistics[name]) for name in ("mean", "std", "change_std"))
-    mean_field = np.broadcast_to(mean[:, None, None], (len(mean), *identity.grid.shape))
+    mean_field = np.broadcast_to(mean[:, None, None], (len(mean),) + identity.grid.shape)
     dates = np.zeros(0, "datetime64[s]")
     statistics = Statistics(mean, std, change, mean_field, dates=dates, fingerprint="")
     averaged = any(name.startswith("ema.") for name in stored_tensors(folder))

@@ -79,6 +79,7 @@ def build(one_rank, tmp_path):
             checkpointer.close()
         settings = Checkpoint(async_mode=mode, keep_latest_k=keep)  # type: ignore[arg-type]
         made[:] = [Checkpointer(folder, settings, "x = 1", {"layout": {"dp_shard": 1}})]
+        made[0].start_process()
         return made[0]
 
     yield build
@@ -347,6 +348,7 @@ from parallelisms.mesh import start_ranks
 if __name__ == "__main__":
     start_ranks(60, "gloo")
     checkpointer = Checkpointer(Path(sys.argv[1]), Checkpoint(), "", {})
+    checkpointer.start_process()
 """
 ORPHAN = """
     child = checkpointer.process.started.result()._save_process.pid

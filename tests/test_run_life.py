@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 import evaluate
 from checkpoints import checkpointer as saving
-from checkpoints import files, writer
+from checkpoints import files
 from checkpoints.checkpointer import Checkpointer, find_undamaged
 from checkpoints.files import Unreadable, clear_leftovers, complete_steps, prune, step_folder
 from config import Checkpoint, Config, Optimizer
@@ -163,7 +163,7 @@ def test_errors_of_rank_0_alone_are_one_line_of_all_ranks(ranks, tmp_path):
 
 def test_a_last_save_that_fails_after_its_rename_is_there(build, tmp_path, monkeypatch):  # noqa: F811
     """All further tries ended with "Directory not empty", and the run with 1."""
-    run, plain, failed = Run(), writer.sync_folder, []
+    run, plain, failed = Run(), saving.sync_folder, []
 
     def sync_folder(path: Path) -> None:
         if path == tmp_path and not failed:
@@ -171,7 +171,7 @@ def test_a_last_save_that_fails_after_its_rename_is_there(build, tmp_path, monke
             raise OSError(errno.EIO, "Input/output error")
         plain(path)
 
-    monkeypatch.setattr(writer, "sync_folder", sync_folder)
+    monkeypatch.setattr(saving, "sync_folder", sync_folder)
     checkpointer = build()
     run.step()
     run.save(checkpointer)

@@ -127,9 +127,7 @@ class RunFolder:
         if not settings.enable:
             return None
         about = {"layout": layout, "identity": describe(self.selection, statistics)}
-        return Checkpointer(
-            self.path / "checkpoints", settings, to_toml(self.config), about, starts_process=False
-        )
+        return Checkpointer(self.path / "checkpoints", settings, to_toml(self.config), about)
 
     def release(self) -> None:
         self.lock.clear()
