@@ -39,8 +39,7 @@ from training.due import Rollouts, Schedule
 from training.metrics import Metrics
 from training.process_settings import retain_memory, set_determinism
 from training.profiler import Profiler
-from training.restart import Restart, load_or_start
-from training.run_folder import RunFolder
+from training.run_folder import Restart, RunFolder, load_or_start
 from training.state import build_state
 from training.step import Run, train_step
 from training.validator import Validator
@@ -91,7 +90,7 @@ def train(config: Config, watchdog: Watchdog | None = None) -> None:
     metrics = Metrics(config, run, batches, planned and (planned[0].time.total, memory))
     validator = Validator(config, samples, run, metrics)
     profiler = Profiler(config)
-    restart = Restart(checkpointer, state, run, batches, metrics, validator, profiler)
+    restart = Restart(checkpointer, state, [run, batches, metrics, validator, profiler])
     logger.info(
         f"{assembly.describe()}; global batch {global_batch} = {training.local_batch_size} x "
         f"{mesh.degrees.dp} ranks x {len(batches)}; from step {progress.step} to {training.steps} on {device}"

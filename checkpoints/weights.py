@@ -99,18 +99,6 @@ def load_weights(trained: Trained, parameters: Parameters) -> None:
 # -- as initial weights ----------------------------------------------------------------------------------
 
 
-def start_from(config: Config, parameters: Parameters, grid: Grid) -> None:
-    """Fill a new run's weights from `checkpoint.initial_load_path`. Raises ConfigError if they do not fit.
-
-    grid: that of this run's data.
-    """
-    checkpoint = find_checkpoint(KEY, config.checkpoint.initial_load_path)
-    identity = Identity.of(checkpoint.folder)
-    identity.check_model(config, f"{KEY} needs the [model] of that run")
-    with checkpoint.lock:
-        load_initial_weights(identity, parameters, Channels.of(config.data, config.model.noise_dim), grid)
-
-
 def load_initial_weights(identity: Identity, parameters: Parameters, new: Channels, grid: Grid) -> None:
     """Fill the parameters from a checkpoint; log which of them keep their initial weights.
 

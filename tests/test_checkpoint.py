@@ -26,7 +26,7 @@ from training.bad_steps import BadSteps
 from training.batches import choose_global_batch
 from training.gradients import LossScaler, total_norm
 from training.optimizers.build import parameter_groups, set_lr
-from training.restart import resume
+from training.run_folder import resume
 from training.state import Progress, TrainState
 
 MODES = ("disabled", "async", "async_with_pinned_mem")

@@ -35,7 +35,7 @@ from tests.test_restart import save_two
 from training import run_folder
 from training.loggers.opening import Loggers
 from training.metrics import Metrics
-from training.restart import Restart
+from training.run_folder import Restart
 from verification import validation
 
 

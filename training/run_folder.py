@@ -1,4 +1,8 @@
-"""Folder of a run: only one run at a time writes into it; it has the files of previous starts."""
+"""Folder of a run: only one run at a time writes into it; it has the files of previous starts. The start of a
+run from it, new or resumed, and rollback after bad steps.
+
+All objects that remember steps are in one list, and continue from a step by one method.
+"""
 
 import fcntl
 import json
@@ -7,20 +11,25 @@ import platform
 import socket
 import time
 import uuid
+from collections.abc import Sequence
 from datetime import UTC, datetime
 from hashlib import sha256
 from pathlib import Path
-from typing import IO, Any, cast
+from typing import IO, Any, Protocol, cast
 
 import numpy as np
 import tomli
 import torch
 import torch.distributed as dist
 
-from checkpoints.checkpointer import Checkpointer
-from checkpoints.identity import NEW_RUN, check_resume, describe, plain, with_defaults
+from checkpoints.checkpointer import Checkpointer, find_checkpoint
+from checkpoints.files import step_folder, stored_tensors
+from checkpoints.identity import NEW_RUN, Identity, check_resume, describe, plain, with_defaults
+from checkpoints.weights import KEY, load_initial_weights
 from command_line import to_toml
 from config import Config
+from datasets.channels import Channels
+from datasets.grid import Grid
 from datasets.options import parse_period
 from datasets.selection import Selection
 from datasets.statistics import Numbers, Statistics
@@ -28,6 +37,9 @@ from errors import ConfigError, RunFailed, format_value, refuse
 from jobs.durable_files import append_whole, read_records, write_durably
 from parallelisms.degrees import Degrees
 from parallelisms.mesh import from_first_rank, on_all_ranks
+from training.bad_steps import WINDOW, TrainingDiverged
+from training.optimizers.shards import moment_names, zero_moment
+from training.state import OPTIONAL, TrainState
 
 logger = logging.getLogger(__name__)
 PATIENCE = 5.0  # seconds to wait for the end of the previous run
@@ -55,6 +67,8 @@ class RunFolder:
         if dist.get_world_size() > 1:
             check_shared(self.path)
         self.before = from_first_rank(lambda: check_resume(config, selection))
+        # The statistics with which the weights to resume from were trained.
+        self.resumed_statistics: Numbers | None = self.before and self.before.statistics
         self.settings_before = from_first_rank(lambda: read_settings(self.path / "config.toml"))
         # Dates of validation or test must not be among those that the run was trained on.
         trained = self.settings_before.get("data.train_period")
@@ -65,11 +79,6 @@ class RunFolder:
                 if span and span[0] <= end and start <= span[1]:
                     reason = f"it overlaps data.train_period = {trained}, which the run was trained on"
                     refuse(f"data.{name}", list(period), f"{reason}; move it, or {NEW_RUN}")
-
-    @property
-    def resumed_statistics(self) -> Numbers | None:
-        """Return the statistics with which the weights to resume from were trained."""
-        return self.before and self.before.statistics
 
     def _lock(self) -> None:
         try:
@@ -231,3 +240,109 @@ def lock_folder(folder: Path) -> IO[str]:
                 "%s: cannot be locked (%s); make sure that no other run writes there", folder, error
             )
             return file
+
+
+# -- the start, new or resumed, and rollback after bad steps -----------------------------------------------
+
+
+def resume(checkpointer: Checkpointer | None, state: TrainState) -> bool:
+    """Load the newest checkpoint that is not damaged. Raises DataError if it does not fit this model."""
+    step = checkpointer.newest() if checkpointer else None
+    if checkpointer and step is not None:
+        load(checkpointer, step, state)
+    return step is not None
+
+
+def load_or_start(checkpointer: Checkpointer | None, state: TrainState, config: Config, grid: Grid) -> None:
+    """Resume, or take the weights of `checkpoint.initial_load_path`. Raises ConfigError or DataError."""
+    if not resume(checkpointer, state) and config.checkpoint.initial_load_path:
+        checkpoint = find_checkpoint(KEY, config.checkpoint.initial_load_path)
+        identity, channels = Identity.of(checkpoint.folder), Channels.of(config.data, config.model.noise_dim)
+        identity.check_model(config, f"{KEY} needs the [model] of that run")
+        with checkpoint.lock:
+            load_initial_weights(identity, state.parameters, channels, grid)
+        if state.average:
+            state.average.restart(state.parameters)
+
+
+def load(checkpointer: Checkpointer, step: int, state: TrainState) -> None:
+    """Load the checkpoint of `step`, whatever layout saved it. Raises DataError for another model, and
+    ConfigError if another optimizer saved it; AdamW and LAMB have the same state.
+    """
+    folder = step_folder(checkpointer.folder, step)
+    stored = stored_tensors(folder)
+    # -- the optimizer's tensors that are there, of this rank's parameters and sharded alike
+    optimized = {p for group in state.optimizer.param_groups for p in group["params"]}
+    parameters = {f"optimizer.{name}": p for name, p in state.parameters.items() if p in optimized}
+    for key in stored:
+        owner, _, moment = key.rpartition(".")
+        if (parameter := parameters.get(owner)) is None:
+            continue
+        if moment not in moment_names(state.optimizer, parameter):
+            raise ConfigError(
+                f'optimizer.name = "{type(state.optimizer).__name__}": the checkpoint has states of another '
+                f'optimizer or momentum ("{moment}"); set it back, or start from weights alone: '
+                "checkpoint.initial_load_path, in a new job.dump_folder"
+            )
+        state.optimizer.state[parameter][moment] = zero_moment(parameter, moment)
+
+    # -- all tensors
+    tensors = state.state_dict()
+    for name in [name for name in tensors if name not in stored and name.startswith(OPTIONAL)]:
+        del tensors[name]
+    if state.average and (fresh := {f"ema.{name}" for name in state.average.averages} - stored.keys()):
+        logger.info("%s: averages of %d parameters start from its weights", folder, len(fresh))
+    checkpointer.load(step, tensors)
+    state.load_state_dict(tensors)
+    logger.info("resumed from %s", folder)
+
+
+class Restartable(Protocol):
+    """An object that remembers steps."""
+
+    def restart(self, step: int) -> None:
+        """Continue after `step`, and forget all later steps. Called by all ranks together."""
+
+
+class Restart:
+    """Objects that remember steps, in the order in which they continue from a step: at the start of a run,
+    new or resumed, and at a rollback.
+    """
+
+    def __init__(
+        self, checkpointer: Checkpointer | None, state: TrainState, others: Sequence[Restartable] = ()
+    ) -> None:
+        """The state has been loaded."""
+        self.checkpointer, self.state = checkpointer, state
+        saves: list[Restartable] = [checkpointer] if checkpointer else []
+        self.objects: list[Restartable] = saves + [state] + list(others)
+        self._continue()
+
+    def _continue(self) -> None:
+        for restartable in self.objects:
+            restartable.restart(self.state.progress.step)
+
+    def roll_back(self) -> None:
+        """Go back to the newest checkpoint with a good step after it, and take the samples in another order.
+
+        Later checkpoints are removed, because their weights led to bad steps. Raises TrainingDiverged if
+        there is no such checkpoint, or the run has gone back to it before.
+        """
+        bad_steps, progress = self.state.bad_steps, self.state.progress
+        before = bad_steps.first - 2
+        step = self.checkpointer.newest(before) if self.checkpointer else None
+        if step is not None and step > before and bad_steps.bad[(step + 1) % WINDOW]:
+            step = None  # the older ones were pruned, and the step after this one was bad
+        if self.checkpointer is None or step is None or step == progress.went_back_to:
+            again = f"going back to step {step} and taking other samples did not help"
+            tried = again if step else "no checkpoint to go back to"
+            raise TrainingDiverged(
+                f"{bad_steps.diagnosis}; {tried}; "
+                "lower optimizer.lr, raise lr_scheduler.warmup_steps, or look at the data of those steps"
+            )
+        rollbacks = progress.rollbacks + 1
+        load(self.checkpointer, step, self.state)
+        progress.rollbacks, progress.went_back_to = rollbacks, step
+        logger.warning(f"{bad_steps.diagnosis}: back to step {step}, on with other samples")
+        bad_steps.reset()
+        self._continue()

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor, nn
 
 from config import Config
-from errors import ConfigError
 from models.lora import trained
 from parallelisms.float8 import plain_weight
 from parallelisms.parallelize import ParallelModel
@@ -21,7 +20,7 @@ from training.bad_steps import BadSteps
 from training.gradients import LossScaler
 from training.optimizers.build import build_optimizer
 from training.optimizers.layerwise import SharedSums
-from training.optimizers.shards import local, moment_names, zero_moment
+from training.optimizers.shards import local
 
 OPTIONAL = ("ema.", "train.", "bad_steps.")  # a run without averages or fp16 saves fewer
 
@@ -127,26 +126,6 @@ class TrainState:
         for name, value in self.bad_steps.window.items():
             tensors[f"bad_steps.{name}"] = value
         return {name: plain_weight(tensor.detach()) for name, tensor in tensors.items()}
-
-    def allocate_moments(self, stored: Iterable[str]) -> None:
-        """Allocate the optimizer's tensors of this rank's parameters that a checkpoint has, sharded alike.
-
-        Raises ConfigError if another optimizer saved them; AdamW and LAMB have the same state.
-        """
-        optimized = {p for group in self.optimizer.param_groups for p in group["params"]}
-        parameters = {f"optimizer.{name}": p for name, p in self.parameters.items() if p in optimized}
-        for key in stored:
-            owner, _, moment = key.rpartition(".")
-            if (parameter := parameters.get(owner)) is None:
-                continue
-            if moment not in moment_names(self.optimizer, parameter):
-                name = type(self.optimizer).__name__
-                raise ConfigError(
-                    f'optimizer.name = "{name}": the checkpoint has states of another optimizer or momentum '
-                    f'("{moment}"); set it back, or start from weights alone: checkpoint.initial_load_path, '
-                    "in a new job.dump_folder"
-                )
-            self.optimizer.state[parameter][moment] = zero_moment(parameter, moment)
 
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
         """Set the values that are not tensors of the run; `load` has filled the tensors of `state_dict`."""

@@ -20,8 +20,7 @@ from training.batches import Batch
 from training.fingerprints import Fingerprints
 from training.gradients import autocast_cache_scope, clip, reduce_partial_gradients, total_norm
 from training.objective import Objective
-from training.optimizers.build import set_lr
-from training.optimizers.lr_schedules import learning_rate
+from training.optimizers.build import learning_rate, set_lr
 from training.rollout import forward_backward
 from training.state import TrainState
 

@@ -76,7 +76,7 @@ def squared_norms(weights: list[Tensor], steps: list[Tensor]) -> Tensor:
     """Return |w|^2 and |step|^2 of a rank's part of each parameter, (N, 2), float64."""
     if not weights:
         return torch.zeros(0, 2, dtype=torch.float64)
-    norms = torch._foreach_norm([*weights, *steps])  # type: ignore[reportPrivateImportUsage]
+    norms = torch._foreach_norm(weights + steps)  # type: ignore[reportPrivateImportUsage]
     return torch.stack(norms).view(2, -1).T.double().square()
 
 
@@ -84,6 +84,30 @@ def trust_ratios(weights: Tensor, steps: Tensor, coefficient: float = 1.0) -> Te
     """Return coefficient |w| / |step|, at most LARGEST, of whole parameters' norms (N,); 1 where one is 0."""
     nonzero = (weights > 0) & (steps > 0)
     return torch.where(nonzero, (coefficient * weights / steps).clamp(max=LARGEST), 1.0)
+
+
+def sgd_step(
+    weights: list[Tensor],
+    gradients: list[Tensor],
+    buffers: list[Tensor],
+    momentum: float,
+    lr: float | Tensor,
+    bad: Tensor | None,
+) -> None:
+    """Update weights with torch's fused SGD, which takes no buffers without momentum; `bad`: `adamw_step`."""
+    torch._fused_sgd_(
+        weights,
+        gradients,
+        buffers,
+        weight_decay=0.0,
+        momentum=momentum,
+        lr=lr,
+        dampening=0.0,
+        nesterov=False,
+        maximize=False,
+        is_first_step=False,  # True would not read the momentum: zeros give the same
+        found_inf=bad,
+    )
 
 
 class LAMB(torch.optim.AdamW):
@@ -109,20 +133,7 @@ class LAMB(torch.optim.AdamW):
             norms = self.sums(parameters, squared_norms(weights, directions)).sqrt()
             rates = (group["lr"] * trust_ratios(norms[:, 0], norms[:, 1])).float()
             for weight, direction, rate in zip(weights, directions, rates, strict=True):
-                # SGD's kernel reads the rate on the device, and respects `bad`.
-                torch._fused_sgd_(
-                    [weight],
-                    [direction],
-                    [],
-                    weight_decay=0.0,
-                    momentum=0.0,
-                    lr=rate,
-                    dampening=0.0,
-                    nesterov=False,
-                    maximize=False,
-                    is_first_step=False,
-                    found_inf=bad,
-                )
+                sgd_step([weight], [direction], [], 0.0, rate, bad)  # which reads the rate on the device
 
 
 class SGD(torch.optim.Optimizer):
@@ -146,21 +157,10 @@ class SGD(torch.optim.Optimizer):
             allocate(self, parameters)
             gradients = self.decayed_gradients(parameters, group)
             if parameters:
-                # The kernel takes no buffers without momentum.
-                has_momentum = group["momentum"] > 0
-                torch._fused_sgd_(
-                    [local(p) for p in parameters],
-                    gradients,
-                    [local(self.state[p][self.buffer]) for p in parameters] if has_momentum else [],
-                    weight_decay=0.0,
-                    momentum=group["momentum"],
-                    lr=group["lr"],
-                    dampening=0.0,
-                    nesterov=False,
-                    maximize=False,
-                    is_first_step=False,  # True would not read the momentum: zeros give the same
-                    found_inf=getattr(self, "found_inf", None),
-                )
+                momentum, bad = group["momentum"], getattr(self, "found_inf", None)
+                weights = [local(p) for p in parameters]
+                buffers = [local(self.state[p][self.buffer]) for p in parameters if momentum > 0]
+                sgd_step(weights, gradients, buffers, momentum, group["lr"], bad)
 
     def decayed_gradients(self, parameters: list[nn.Parameter], group: dict) -> list[Tensor]:
         """Return the gradients with weight decay, as the momentum averages them."""
