@@ -36,9 +36,8 @@ from planning.start_checks import open_checked, plan_here, run_with_watchdog
 from training.assembly import Fields, assemble
 from training.batches import Batches, Samples, choose_global_batch
 from training.due import Rollouts, Schedule
-from training.metrics import Metrics
+from training.metrics import Metrics, Profiler
 from training.process_settings import retain_memory, set_determinism
-from training.profiler import Profiler
 from training.run_folder import Restart, RunFolder, load_or_start
 from training.state import build_state
 from training.step import Run, train_step

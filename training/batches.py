@@ -37,15 +37,9 @@ class Samples:
         """
         self.selection = selection
         self.area = area_weights(selection.archive.grid.latitude)  # (H,)
+        archive, names, file = selection.archive, selection.variables, folder / "statistics.npz"
         self.statistics = from_first_rank(
-            lambda: load_statistics(
-                folder / "statistics.npz",
-                selection.archive,
-                selection.variables,
-                selection.train,
-                selection.step,
-                trained,
-            )
+            lambda: load_statistics(file, archive, names, selection.train, selection.step, trained)
         )
 
     def dataset(self, period: str, later: Sequence[int]) -> FieldDataset:
@@ -53,17 +47,6 @@ class Samples:
         chosen = self.selection.samples(period, later)
         logger.info(self.selection.describe(period, chosen))
         return FieldDataset(self.selection.archive, self.selection.variables, chosen, self.selection.history)
-
-    def dataset_by_lead(
-        self, period: str, leads: Sequence[int], limit: int = 0, history: int = 1
-    ) -> FieldDataset:
-        """Return samples of a window of `history` states and the state at each lead, NaN where it is missing.
-        With a limit, ranks may read different samples.
-        """
-        chosen = self.selection.samples_by_lead(period, leads, limit, history)
-        if not limit:
-            logger.info(self.selection.describe(period, chosen))
-        return FieldDataset(self.selection.archive, self.selection.variables, chosen, history)
 
 
 class Batch(NamedTuple):
@@ -150,7 +133,7 @@ class Batches:
 def on_device(batches: Iterator[tuple[Tensor, Tensor]], device: torch.device) -> Iterator[Batch]:
     """Yield batches on the device. On a GPU copies have a stream of their own and are two batches ahead."""
     if device.type != "cuda":
-        yield from (Batch(*batch) for batch in batches)
+        yield from (Batch(fields, times) for fields, times in batches)
         return
     stream, waiting = torch.cuda.Stream(device), deque()
     for fields, times in batches:

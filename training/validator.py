@@ -15,18 +15,18 @@ import torch.distributed as dist
 from checkpoints.checkpointer import Checkpointer
 from checkpoints.files import BEST, complete_steps, read_best
 from config import RANDOM, Config
-from datasets.field_dataset import LaterFields
-from jobs.durable_files import write_durably
+from datasets.field_dataset import FieldDataset, LaterFields
+from jobs.durable_files import read_records, write_durably
 from jobs.heartbeat import span
 from parallelisms.mesh import from_first_rank
 from training.batches import Samples
 from training.due import every
-from training.metrics import Metrics
+from training.metrics import SCORE, Metrics
 from training.process_settings import return_memory
 from training.step import Run
 from verification.baselines import FIT_SAMPLES, MIN_FIT_SAMPLES, fit_baselines
 from verification.rollout import model_forecast
-from verification.validation import Example, Scores, Validation, ValidationEnded
+from verification.validation import Scores, Validation, ValidationEnded
 
 logger = logging.getLogger(__name__)
 FIT_BYTES = 2**34  # of training data that the baselines are fitted on, if these are enough dates
@@ -65,9 +65,12 @@ class Validator:
         # Random weather has no skill to measure: one date shows that validation runs.
         limit = 1 if data.path == RANDOM else 0
         # With the state after one step, of which the loss of training is.
-        states = sorted({1, *self.leads})
+        states = sorted({1} | set(self.leads))
+        chosen = selection.samples_by_lead("validation", states, limit, data.history)
+        if not limit:
+            logger.info(selection.describe("validation", chosen))
         self.validation = Validation(
-            samples.dataset_by_lead("validation", states, limit, data.history),
+            FieldDataset(selection.archive, selection.variables, chosen, data.history),
             self.leads,
             data.step_hours,
             run.objective.area.device,
@@ -90,7 +93,11 @@ class Validator:
         self.validated = None
         if self.best:
             self.best.restart(step)
-        if step and every(self.settings.interval, step) and not self.metrics.has_scores(step):
+        if not step or not every(self.settings.interval, step):
+            return
+        path = self.folder / "metrics.jsonl"
+        scored = from_first_rank(lambda: [r["step"] for r in read_records(path) if SCORE in r])
+        if step not in scored:
             self.validate(step)
 
     def validate(
@@ -112,11 +119,21 @@ class Validator:
                 self.model.train()
                 return None
         scores = self.validated[1]
+
+        # -- plots of losses, errors against lead time and maps of the last date
         if self.settings.plots and is_last:
             with return_memory(self.model.device), self._averaged():  # on all ranks: they share the model
-                example = self.validation.last_date(self.forecast)
+                date, fields = self.validation.last_date(self.forecast)
+            if self.boundary is not None:  # is given, not forecast
+                fields = {n: (t, np.where(self.boundary, np.nan, f)) for n, (t, f) in fields.items()}
             if dist.get_rank() == 0:
-                self._plot(step, scores, example)
+                from verification.plots import plot_run  # here, because it takes half a second of every start
+
+                selection = self.samples.selection
+                try:
+                    plot_run(self.folder, scores, (date, fields), selection.archive.grid, selection.land())
+                except OSError as error:  # a full disk must not end a run
+                    logger.warning("plots of step %d are not written: %s", step, error)
         self.model.train()
         self.metrics.start_interval()
         return scores
@@ -152,19 +169,6 @@ class Validator:
     def _averaged(self) -> AbstractContextManager:
         average = self.run.state.average
         return average.applied() if average else nullcontext()
-
-    def _plot(self, step: int, scores: Scores, example: Example) -> None:
-        """Plot losses, errors against lead time and maps of the last date."""
-        from verification.plots import plot_run  # here, because it takes half a second of every start
-
-        selection = self.samples.selection
-        if self.boundary is not None:  # is given, not forecast
-            date, fields = example
-            example = date, {n: (t, np.where(self.boundary, np.nan, f)) for n, (t, f) in fields.items()}
-        try:
-            plot_run(self.folder, scores, example, selection.archive.grid, selection.land())
-        except OSError as error:  # a full disk must not end a run
-            logger.warning("plots of step %d are not written: %s", step, error)
 
 
 class Best:

@@ -6,6 +6,7 @@ import math
 import os
 import sys
 from collections.abc import Callable
+from functools import partial
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -59,23 +60,16 @@ class Loggers:
     def __init__(self) -> None:
         self.loggers: dict[str, Any] = {}
 
-    def open(self, name: str, module: str, *arguments: Any) -> None:
-        """Open the `Logger` of a module in this folder, which may import an extra package."""
-
-        def create() -> Any:
-            return import_module(f"training.loggers.{module}").Logger(*arguments)
-
-        if opened := self._try(name, create):
-            self.loggers[name] = opened
-
-    def call(self, method: str, *arguments: Any) -> None:
+    def call(self, method: str, argument: Any = None) -> None:
+        """Call a method of all loggers that have it."""
         for name, opened in list(self.loggers.items()):
-            if hasattr(opened, method):
-                self._try(name, getattr(opened, method), *arguments)
+            if use := getattr(opened, method, None):
+                self.attempt(name, use if argument is None else partial(use, argument))
 
-    def _try(self, name: str, call: Callable[..., Any], *arguments: Any) -> Any:
+    def attempt(self, name: str, call: Callable[[], Any]) -> Any:
+        """Return the result of a call for this logger, None after an error."""
         try:
-            return call(*arguments)
+            return call()
         except Exception as error:  # of a library or its server: any
             text = without_secrets(" ".join(f"{error}".split()))[:300]
             logger.warning("%s: %s (%s); the run goes on without it", name, text, type(error).__name__)
@@ -88,11 +82,19 @@ def open_loggers(config: Config, resume_step: int, written: int) -> Loggers:
     written: the last step that the start before logged.
     """
     loggers, settings = Loggers(), config.metrics
+    openings: dict[str, Callable[[], Any]] = {}  # which may import an extra package
     for name in settings.loggers if dist.get_rank() == 0 else ():
-        loggers.open(name, f"{name}_run", config, resume_step, written)
+        module = f"training.loggers.{name}_run"
+        openings[name] = lambda module=module: import_module(module).Logger(config, resume_step, written)
     if settings.prometheus and os.environ.get("LOCAL_RANK", "0") == "0":
-        name, where = f"metrics.prometheus = {settings.prometheus}", address_and_port(settings.prometheus)
-        loggers.open(name, "prometheus", *where, config)
+        address, port = address_and_port(settings.prometheus)
+        module = "training.loggers.prometheus"
+        openings[f"metrics.prometheus = {settings.prometheus}"] = lambda: import_module(module).Logger(
+            address, port, config
+        )
+    for name, open_logger in openings.items():
+        if opened := loggers.attempt(name, open_logger):
+            loggers.loggers[name] = opened
     return loggers
 
 
