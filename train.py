@@ -27,6 +27,8 @@ from dataclasses import asdict
 import torch.distributed as dist
 
 from config import Config
+from datasets.field_dataset import FieldDataset
+from datasets.grid import area_weights
 from errors import EXIT_SAVED, FAILED, RunFailed, end_process, one_line_errors, print_message
 from jobs.heartbeat import activity, span
 from jobs.preemption import Agreement
@@ -34,7 +36,7 @@ from jobs.watchdog import Watchdog
 from parallelisms.mesh import cpu_group, mesh_of, start_ranks
 from planning.start_checks import open_checked, plan_here, run_with_watchdog
 from training.assembly import Fields, assemble
-from training.batches import Batches, Samples, choose_global_batch
+from training.batches import Batches, choose_global_batch
 from training.due import Rollouts, Schedule
 from training.metrics import Metrics, Profiler
 from training.process_settings import retain_memory, set_determinism
@@ -65,19 +67,21 @@ def train(config: Config, watchdog: Watchdog | None = None) -> None:
         logger.info(f"{mesh.degrees.world} ranks\n{mesh.picture()}")
     run_folder = RunFolder(config, selection)  # from here on no other run writes into it
 
-    # -- samples and statistics, model, and the state that a checkpoint contains
-    samples = Samples(selection, folder, run_folder.resumed_statistics)
-    train_set = samples.dataset("train", range(1, 1 + training.states_ahead))
-    assembly = assemble(config, Fields.of(selection, samples.statistics), mesh, device)
+    # -- samples, model, and the state that a checkpoint contains
+    archive, chosen = selection.archive, selection.samples("train", range(1, 1 + training.states_ahead))
+    logger.info(selection.describe("train", chosen))
+    samples = FieldDataset(archive, selection.variables, chosen, selection.history)
+    assembly = assemble(config, Fields.of(selection, run_folder.statistics), mesh, device)
     state = build_state(config, assembly)
     progress, model = state.progress, assembly.model
 
     # -- resume from the newest complete checkpoint, or start from the weights of another run
-    checkpointer = run_folder.open_checkpoints(samples.statistics, layout)
-    load_or_start(checkpointer, state, config, selection.archive.grid)
+    checkpointer = run_folder.open_checkpoints(layout)
+    load_or_start(checkpointer, state, config, archive.grid)
     global_batch = choose_global_batch(training, training.local_batch_size * mesh.degrees.dp, progress)
-    run = Run(config, assembly, state, samples.area, global_batch, checkpointer)
-    batches = Batches(train_set, config, state, model, global_batch)
+    area = area_weights(archive.grid.latitude)  # (H,)
+    run = Run(config, assembly, state, area, global_batch, checkpointer)
+    batches = Batches(samples, config, state, model, global_batch)
 
     # -- reporting; all errors of input have been raised before
     if checkpointer:
@@ -87,9 +91,9 @@ def train(config: Config, watchdog: Watchdog | None = None) -> None:
     planned = plan_here(config, selection, mesh.degrees.world) if dist.get_rank() == 0 else None
     memory = planned[0].memory.peak if planned and device.type == "cuda" else 0.0
     metrics = Metrics(config, run, batches, planned and (planned[0].time.total, memory))
-    validator = Validator(config, samples, run, metrics)
+    validator = Validator(config, selection, run_folder.statistics, run, metrics)
     profiler = Profiler(config)
-    restart = Restart(checkpointer, state, [run, batches, metrics, validator, profiler])
+    restart = Restart(checkpointer, state, [run.fingerprints, batches, metrics, validator, profiler])
     logger.info(
         f"{assembly.describe()}; global batch {global_batch} = {training.local_batch_size} x "
         f"{mesh.degrees.dp} ranks x {len(batches)}; from step {progress.step} to {training.steps} on {device}"

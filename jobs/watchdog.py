@@ -125,7 +125,7 @@ class Watchdog(threading.Thread):
         self.end_later: tuple[float, str, int] | None = None  # time, message and code
 
     def __enter__(self) -> "Watchdog":
-        activity.restart()
+        activity.start_phase("start", 0)
         self.signals = signal_socket()
         self.start()
         return self

@@ -1,10 +1,9 @@
-"""Samples of a run, and its micro-batches of each step on the device, a function of its progress."""
+"""Micro-batches of each step of a run on the device, a function of its progress."""
 
 import logging
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
-from pathlib import Path
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
@@ -12,41 +11,15 @@ from torch import Tensor
 
 from config import Config, Training
 from datasets.field_dataset import FieldDataset
-from datasets.grid import area_weights
 from datasets.loader import TrainLoader, TrainSampler
 from datasets.options import COPIES_AHEAD
-from datasets.selection import Selection
-from datasets.statistics import Numbers, load_statistics
 from errors import ConfigError
 from jobs.heartbeat import span
-from parallelisms.mesh import from_first_rank
 from parallelisms.parallelize import ParallelModel
 from training.due import Rollouts
 from training.state import Progress, TrainState
 
 logger = logging.getLogger("rossby")
-
-
-class Samples:
-    """Samples of all periods of a training store, created by all ranks together."""
-
-    def __init__(self, selection: Selection, folder: Path, trained: Numbers | None = None) -> None:
-        """folder: the run's, for the statistics file; trained: the statistics of its checkpoints.
-
-        Raises DataError if the training dates have changed.
-        """
-        self.selection = selection
-        self.area = area_weights(selection.archive.grid.latitude)  # (H,)
-        archive, names, file = selection.archive, selection.variables, folder / "statistics.npz"
-        self.statistics = from_first_rank(
-            lambda: load_statistics(file, archive, names, selection.train, selection.step, trained)
-        )
-
-    def dataset(self, period: str, later: Sequence[int]) -> FieldDataset:
-        """Return samples of a window and the dates t + later x step in a period."""
-        chosen = self.selection.samples(period, later)
-        logger.info(self.selection.describe(period, chosen))
-        return FieldDataset(self.selection.archive, self.selection.variables, chosen, self.selection.history)
 
 
 class Batch(NamedTuple):

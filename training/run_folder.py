@@ -32,7 +32,7 @@ from datasets.channels import Channels
 from datasets.grid import Grid
 from datasets.options import parse_period
 from datasets.selection import Selection
-from datasets.statistics import Numbers, Statistics
+from datasets.statistics import Numbers, load_statistics
 from errors import ConfigError, RunFailed, format_value, refuse
 from jobs.durable_files import append_whole, read_records, write_durably
 from parallelisms.degrees import Degrees
@@ -55,7 +55,7 @@ class RunFolder:
     """The folder of this run, created by all ranks together and locked until `release`.
 
     Raises ConfigError if another run has the lock, if the checkpoints there have another identity, or if
-    validation or test overlap what they were trained on.
+    validation or test overlap what they were trained on, DataError if the training dates have changed.
     """
 
     def __init__(self, config: Config, selection: Selection) -> None:
@@ -67,8 +67,6 @@ class RunFolder:
         if dist.get_world_size() > 1:
             check_shared(self.path)
         self.before = from_first_rank(lambda: check_resume(config, selection))
-        # The statistics with which the weights to resume from were trained.
-        self.resumed_statistics: Numbers | None = self.before and self.before.statistics
         self.settings_before = from_first_rank(lambda: read_settings(self.path / "config.toml"))
         # Dates of validation or test must not be among those that the run was trained on.
         trained = self.settings_before.get("data.train_period")
@@ -79,6 +77,12 @@ class RunFolder:
                 if span and span[0] <= end and start <= span[1]:
                     reason = f"it overlaps data.train_period = {trained}, which the run was trained on"
                     refuse(f"data.{name}", list(period), f"{reason}; move it, or {NEW_RUN}")
+        # The statistics with which the weights to resume from were trained, or those of the training dates.
+        numbers: Numbers | None = self.before and self.before.statistics
+        archive, names, file = selection.archive, selection.variables, self.path / "statistics.npz"
+        self.statistics = from_first_rank(
+            lambda: load_statistics(file, archive, names, selection.train, selection.step, numbers)
+        )
 
     def _lock(self) -> None:
         try:
@@ -127,7 +131,7 @@ class RunFolder:
                 f"{self.path}: cannot be written to ({error}); make room, then start again"
             ) from None
 
-    def open_checkpoints(self, statistics: Statistics, layout: dict[str, Any]) -> Checkpointer | None:
+    def open_checkpoints(self, layout: dict[str, Any]) -> Checkpointer | None:
         """Open the checkpoints of the run, with its layout and identity for their manifests.
 
         Returns None if it saves none.
@@ -135,7 +139,7 @@ class RunFolder:
         settings = self.config.checkpoint
         if not settings.enable:
             return None
-        about = {"layout": layout, "identity": describe(self.selection, statistics)}
+        about = {"layout": layout, "identity": describe(self.selection, self.statistics)}
         return Checkpointer(self.path / "checkpoints", settings, to_toml(self.config), about)
 
     def release(self) -> None:
@@ -316,11 +320,8 @@ class Restart:
         self.checkpointer, self.state = checkpointer, state
         saves: list[Restartable] = [checkpointer] if checkpointer else []
         self.objects: list[Restartable] = saves + [state] + list(others)
-        self._continue()
-
-    def _continue(self) -> None:
         for restartable in self.objects:
-            restartable.restart(self.state.progress.step)
+            restartable.restart(state.progress.step)
 
     def roll_back(self) -> None:
         """Go back to the newest checkpoint with a good step after it, and take the samples in another order.
@@ -345,4 +346,5 @@ class Restart:
         progress.rollbacks, progress.went_back_to = rollbacks, step
         logger.warning(f"{bad_steps.diagnosis}: back to step {step}, on with other samples")
         bad_steps.reset()
-        self._continue()
+        for restartable in self.objects:
+            restartable.restart(progress.step)

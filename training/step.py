@@ -53,10 +53,6 @@ class Run:
         self.max_norm = config.training.max_norm  # gradients are clipped to it; 0: they are not clipped
         self.fingerprints = Fingerprints(assembly.model)
 
-    def restart(self, step: int) -> None:
-        """Forget the measurements of steps after `step`."""
-        self.fingerprints.restart(step)
-
 
 class StepResult(NamedTuple):
     """Scalars on the device; reading one waits for the step."""

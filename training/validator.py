@@ -16,10 +16,11 @@ from checkpoints.checkpointer import Checkpointer
 from checkpoints.files import BEST, complete_steps, read_best
 from config import RANDOM, Config
 from datasets.field_dataset import FieldDataset, LaterFields
+from datasets.selection import Selection
+from datasets.statistics import Statistics
 from jobs.durable_files import read_records, write_durably
 from jobs.heartbeat import span
 from parallelisms.mesh import from_first_rank
-from training.batches import Samples
 from training.due import every
 from training.metrics import SCORE, Metrics
 from training.process_settings import return_memory
@@ -38,18 +39,21 @@ class Validator:
     Its methods are called by all ranks together.
     """
 
-    def __init__(self, config: Config, samples: Samples, run: Run, metrics: Metrics) -> None:
-        self.run, self.model, self.metrics, self.samples = run, run.assembly.model, metrics, samples
+    def __init__(
+        self, config: Config, selection: Selection, statistics: Statistics, run: Run, metrics: Metrics
+    ) -> None:
+        self.run, self.model, self.metrics = run, run.assembly.model, metrics
+        self.selection, self.statistics = selection, statistics
         self.folder, self.settings = config.dump_folder, config.validation
         name, checkpointer = config.checkpoint.keep_best, run.checkpointer
         self.best = Best(config, checkpointer) if name and checkpointer else None
         self.validated: tuple[int, Scores] | None = None  # the last step, and its scores
         self.seconds = 0.0  # of the last validation
         self.validation = None
-        if not self.settings.enable or not len(samples.selection.validation):
+        if not self.settings.enable or not len(selection.validation):
             return
         members, data, assembly = self.settings.members or config.training.members, config.data, run.assembly
-        normalizer, selection = assembly.normalizer, samples.selection
+        normalizer = assembly.normalizer
         self.boundary = None if normalizer.boundary is None else normalizer.boundary.cpu().numpy()
         later = LaterFields(selection.archive, selection.variables[normalizer.channels.known])
         self.forecast = model_forecast(
@@ -108,62 +112,62 @@ class Validator:
         is_ended: asked before each batch; True ends the validation without scores. Returns None then, and
         without validation. Plots after the last step.
         """
-        if self.validation is None:
+        validation = self.validation
+        if validation is None:
             return None
         self.model.train(False)
+
+        # -- scores, once
         if not self.validated or self.validated[0] != step:
+            state, checkpointer, started = self.run.state, self.run.checkpointer, time.monotonic()
+            if checkpointer:
+                checkpointer.wait_for_staging()  # averages replace weights that are still being copied
+            forecast, loss, baselines = self.forecast, self.run.objective.loss_of_fields, {}
+            if not validation.known:  # the first validation scores the baselines, too
+                selection, archive = self.selection, self.selection.archive
+                mean_field = torch.from_numpy(self.statistics.mean_field).to(self.model.device)
+                sample_bytes = 4 * mean_field.numel() * (1 + len(self.leads))
+                limit = min(FIT_SAMPLES, max(MIN_FIT_SAMPLES, FIT_BYTES // sample_bytes))
+                limit = 1 if archive.path == RANDOM else limit
+                fitted = selection.samples_by_lead("train", self.leads, limit)
+                with return_memory(self.model.device):
+                    baselines = fit_baselines(archive, selection.variables, fitted, mean_field, self.leads)
             try:
-                self.validated = step, self._score(self.validation, step, is_ended)
+                with return_memory(self.model.device), span("validation"):
+                    with self._averaged():
+                        scores = validation.run(forecast, baselines, loss, is_ended)
+                    if state.average:
+                        raw = validation.run(forecast, {}, loss, is_ended)
+                        scores.by_forecast["raw weights"] = raw.by_forecast["model"]
             except ValidationEnded:
                 logger.info(f"the validation of step {step} is ended; the next start repeats it")
                 self.model.train()
                 return None
+            self.seconds = time.monotonic() - started
+            logger.info(f"validated {max(scores.num_dates)} dates in {self.seconds:.1f} s")
+            self.metrics.write(scores.record(step) | {"validation_seconds": self.seconds})
+            logger.info(f"step {step}, {scores.table()}")
+            if self.best:
+                self.best.judge(step, scores.record(step))
+            self.validated = step, scores
         scores = self.validated[1]
 
         # -- plots of losses, errors against lead time and maps of the last date
         if self.settings.plots and is_last:
             with return_memory(self.model.device), self._averaged():  # on all ranks: they share the model
-                date, fields = self.validation.last_date(self.forecast)
+                date, fields = validation.last_date(self.forecast)
             if self.boundary is not None:  # is given, not forecast
                 fields = {n: (t, np.where(self.boundary, np.nan, f)) for n, (t, f) in fields.items()}
             if dist.get_rank() == 0:
                 from verification.plots import plot_run  # here, because it takes half a second of every start
 
-                selection = self.samples.selection
+                grid = self.selection.archive.grid
                 try:
-                    plot_run(self.folder, scores, (date, fields), selection.archive.grid, selection.land())
+                    plot_run(self.folder, scores, (date, fields), grid, self.selection.land())
                 except OSError as error:  # a full disk must not end a run
                     logger.warning("plots of step %d are not written: %s", step, error)
         self.model.train()
         self.metrics.start_interval()
-        return scores
-
-    def _score(self, validation: Validation, step: int, is_ended: Callable[[], bool] | None) -> Scores:
-        state, checkpointer, started = self.run.state, self.run.checkpointer, time.monotonic()
-        if checkpointer:
-            checkpointer.wait_for_staging()  # averages replace weights that are still being copied
-        forecast, loss, baselines = self.forecast, self.run.objective.loss_of_fields, {}
-        if not validation.known:  # the first validation scores the baselines, too
-            selection, archive = self.samples.selection, self.samples.selection.archive
-            mean_field = torch.from_numpy(self.samples.statistics.mean_field).to(self.model.device)
-            sample_bytes = 4 * mean_field.numel() * (1 + len(self.leads))
-            limit = min(FIT_SAMPLES, max(MIN_FIT_SAMPLES, FIT_BYTES // sample_bytes))
-            limit = 1 if archive.path == RANDOM else limit
-            fitted = selection.samples_by_lead("train", self.leads, limit)
-            with return_memory(self.model.device):
-                baselines = fit_baselines(archive, selection.variables, fitted, mean_field, self.leads)
-        with return_memory(self.model.device), span("validation"):
-            with self._averaged():
-                scores = validation.run(forecast, baselines, loss, is_ended)
-            if state.average:
-                raw = validation.run(forecast, {}, loss, is_ended)
-                scores.by_forecast["raw weights"] = raw.by_forecast["model"]
-        self.seconds = time.monotonic() - started
-        logger.info(f"validated {max(scores.num_dates)} dates in {self.seconds:.1f} s")
-        self.metrics.write(scores.record(step) | {"validation_seconds": self.seconds})
-        logger.info(f"step {step}, {scores.table()}")
-        if self.best:
-            self.best.judge(step, scores.record(step))
         return scores
 
     def _averaged(self) -> AbstractContextManager:
