@@ -94,8 +94,10 @@ def train(config: Config, watchdog: Watchdog | None = None) -> None:
     validator = Validator(config, selection, run_folder.statistics, run, metrics)
     profiler = Profiler(config)
     restart = Restart(checkpointer, state, [run.fingerprints, batches, metrics, validator, profiler])
+    channels = f"{assembly.meta_model.in_channels} channels in, {len(assembly.normalizer.mean)} out"
     logger.info(
-        f"{assembly.describe()}; global batch {global_batch} = {training.local_batch_size} x "
+        f"{assembly.num_parameters / 1e6:.1f} M parameters, {channels}; "
+        f"global batch {global_batch} = {training.local_batch_size} x "
         f"{mesh.degrees.dp} ranks x {len(batches)}; from step {progress.step} to {training.steps} on {device}"
     )
 
@@ -111,7 +113,6 @@ def train(config: Config, watchdog: Watchdog | None = None) -> None:
             result = train_step(run, step, batches)
             progress.advance(global_batch)
             metrics.count_step()
-            watchdog.step_done(agreement.group)
             with span("agree"):
                 save_seconds = checkpointer.last_seconds if checkpointer else 0.0
                 stop = agreement.decide(save_seconds + validator.seconds_due(step))

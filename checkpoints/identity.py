@@ -60,6 +60,8 @@ class Identity:
     values: Values  # of its configuration
     more: dict[str, Any]  # entry "identity" of its manifest; empty in one of an older version
     crc32: int  # of its manifest
+    statistics: Numbers | None
+    grid: Grid | None
 
     @classmethod
     def of(cls, folder: Path) -> "Identity":
@@ -76,15 +78,9 @@ class Identity:
             known = ", ".join(MODELS)
             raise ConfigError(f"{folder}: its model.name = {name!r} is not in this version: {known}")
         manifest = read_manifest(folder)
-        return cls(folder, values, manifest.get("identity", {}), manifest["crc32"])
-
-    @property
-    def statistics(self) -> Numbers | None:
-        return self.more.get("statistics")
-
-    @property
-    def grid(self) -> Grid | None:
-        return Grid(**self.more["grid"]) if "grid" in self.more else None
+        more = manifest.get("identity", {})
+        grid = Grid(**more["grid"]) if "grid" in more else None
+        return cls(folder, values, more, manifest["crc32"], more.get("statistics"), grid)
 
     def check(self, config: Config, way_out: str, selection: Selection | None = None) -> None:
         """Raise ConfigError if `config`, or the data, give these weights another meaning."""

@@ -120,8 +120,11 @@ class Agreement:
         # Without the seconds of validations and saves.
         started, self.boundary = self.boundary, time.monotonic() - activity.long_seconds
         self.num_steps += 1
+        if self.num_steps == 1:  # which compiles, on some ranks for longer
+            dist.barrier(self.group)
+            self.watchdog.trained = True
         if self.num_steps == 2:
-            self.recent.clear()  # the first step compiles
+            self.recent.clear()
         self.recent.append(self.boundary - started)
         if self.exchange:
             self.exchange.wait()  # raises if another rank has ended

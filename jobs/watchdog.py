@@ -113,7 +113,8 @@ class Watchdog(threading.Thread):
         self.rank, self.world_size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
         self.parent, self.has_launcher = os.getppid(), "TORCHELASTIC_RUN_ID" in os.environ
         self.attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-        self.trained = self.lost = self.owns_folder = self.is_asked_to_stop = self.is_unwritable = False
+        self.trained = False  # all ranks have compiled, so that `comm.train_timeout_seconds` applies
+        self.lost = self.owns_folder = self.is_asked_to_stop = self.is_unwritable = False
         self.comparison: dict[str, float] = {}  # of planned and measured steps, for status.json
         self.selection: Any = None  # of the run's data, for a report of memory that runs out
         self.last: dict[int, tuple[bytes, float]] = {}  # rank -> its last heartbeat, and when it changed
@@ -161,12 +162,6 @@ class Watchdog(threading.Thread):
             if not self.is_unwritable:  # said once
                 print_message(f"{self.folder}: status.json is not written: {error}")
             self.is_unwritable = True
-
-    def step_done(self, group: dist.ProcessGroup) -> None:
-        """Apply `comm.train_timeout_seconds` once all ranks have compiled, with the first step."""
-        if not self.trained:
-            dist.barrier(group)
-            self.trained = True
 
     def heartbeat(self) -> Heartbeat:
         """Return the state of this rank."""
