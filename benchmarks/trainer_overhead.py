@@ -48,8 +48,8 @@ from tests.distributed import Ranks
 from tests.parity import Layout, SmallRun, cut, replicate, tp
 from tests.started_jobs import records
 from train import train
+from training.bad_steps import FINGERPRINT_STEPS, Fingerprints
 from training.config_checks import load_checked
-from training.fingerprints import INTERVAL, Fingerprints
 from training.gradients import clip, total_norm
 from training.optimizers.build import set_lr
 from training.process_settings import retain_memory
@@ -122,11 +122,11 @@ def measure_fingerprints(_: argparse.Namespace, rounds: int) -> int:
     ranks, rows = Ranks(2), []
     for name, layout in {"2 replicas": replicate(2), "tp 2": tp(2)}.items():
         step, comparison, size = ranks.run(step_and_compare, layout, rounds, timeout=300)[0]
-        share = comparison / (INTERVAL * step)
+        share = comparison / (FINGERPRINT_STEPS * step)
         rows.append({"layout": name, "step": step, "comparison": comparison, "bytes": size, "share": share})
     ranks.stop()
     record("fingerprints", rows)
-    print(f"share of {INTERVAL} steps:")
+    print(f"share of {FINGERPRINT_STEPS} steps:")
     columns = {"layout": "<12", "bytes": ">10", "step": ">10.4f", "comparison": ">12.6f"}
     print(table(rows, **columns, share=">10.4%"))
     return 0

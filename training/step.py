@@ -15,9 +15,8 @@ from checkpoints.checkpointer import Checkpointer
 from config import Config
 from jobs.heartbeat import span
 from training.assembly import Assembly
-from training.bad_steps import step_unless
+from training.bad_steps import Fingerprints, step_unless
 from training.batches import Batch
-from training.fingerprints import Fingerprints
 from training.gradients import autocast_cache_scope, clip, reduce_partial_gradients, total_norm
 from training.objective import Objective
 from training.optimizers.build import learning_rate, set_lr
