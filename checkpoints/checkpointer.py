@@ -500,6 +500,7 @@ def find_undamaged(list_candidates: Callable[[], Iterable[Path]], sets_aside: bo
                     return folder
         return None
 
+    # -- one after the other, each read again where the disk or the network has failed
     while folder := from_first_rank(choose):
         for pause in (*READ_SECONDS, None):
             try:
@@ -508,6 +509,7 @@ def find_undamaged(list_candidates: Callable[[], Iterable[Path]], sets_aside: bo
             except Damaged as error:
                 problem, is_damaged = str(error), True
                 if isinstance(error, Missing):
+                    # Damaged only if no rank sees the file: the folder may not be shared.
                     names = {files.MANIFEST}
                     with suppress(Damaged, Unreadable):
                         names |= files.read_manifest(folder)["files"].keys()

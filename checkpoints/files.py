@@ -240,6 +240,7 @@ def read_tensors(folder: Path, tensors: dict[str, Tensor]) -> None:
 
     Exchanges nothing with other ranks: dcp.load gathers names and plans of all on rank 0.
     """
+    # -- names and shapes
     stored = stored_tensors(folder)
     for name, tensor in tensors.items():
         if name not in stored:
@@ -247,12 +248,14 @@ def read_tensors(folder: Path, tensors: dict[str, Tensor]) -> None:
         if stored[name].size != tensor.shape:
             shapes = f"{list(stored[name].size)} there and {list(tensor.shape)} in this configuration"
             raise DataError(f"{folder}: {name} is {shapes}; take the [model] of that run")
+    # -- an exported model
     weights = folder / WEIGHTS
     if weights.exists():
         with read_errors(weights), safe_open(weights, "pt") as file:
             for name, tensor in tensors.items():
                 copy_part(tensor, file.get_tensor(name.removeprefix("model.")))
         return
+    # -- a checkpoint of DCP: this rank reads what it needs
     reader, planner = TensorReader(str(folder)), DefaultLoadPlanner(flatten_state_dict=False)
     metadata = reader.read_metadata()
     planner.set_up_planner(dict(tensors), metadata, is_coordinator=True)

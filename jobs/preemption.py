@@ -73,12 +73,14 @@ class Agreement:
             return
         if number == signal.SIGINT and self.request:
             watchdog.end("interrupted again: ended without a save", INTERRUPTED)
+        # -- in the loop: the next step boundary
         if self.is_waiting:
             if not self.request and not is_of_torchelastic(number):
                 logger.info(f"{reason} in step {activity.step}: the run saves and ends")
             self.request = self.request or number * RANKS + self.rank
             watchdog.is_asked_to_stop = True
             return
+        # -- outside of it: the end
         message, code = self.ending or describe_early_end(number)
         message = f"{reason}: {message}" if self.ending else message
         watchdog.is_asked_to_stop = True
@@ -117,7 +119,7 @@ class Agreement:
 
         seconds: duration of saves and validations until the step boundary after the next.
         """
-        # Without the seconds of validations and saves.
+        # -- seconds of a step, without validations and saves
         started, self.boundary = self.boundary, time.monotonic() - activity.long_seconds
         self.num_steps += 1
         if self.num_steps == 1:  # which compiles, on some ranks for longer
@@ -126,6 +128,7 @@ class Agreement:
         if self.num_steps == 2:
             self.recent.clear()
         self.recent.append(self.boundary - started)
+        # -- the answer to what all ranks requested at the last step boundary
         if self.exchange:
             self.exchange.wait()  # raises if another rank has ended
             self.exchange = None
@@ -135,6 +138,7 @@ class Agreement:
         self.stop = self._reason(int(self.asked))
         if self.stop and not self.request:  # of another rank, or of the time: not logged yet
             logger.info(f"{self.stop} in step {activity.step}: the run saves and ends")
+        # -- the requests of this one, answered at the next
         if not self.stop and not self.is_single:
             self.asked = own
             self.exchange = dist.all_reduce(self.asked, dist.ReduceOp.MAX, self.group, async_op=True)

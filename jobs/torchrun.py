@@ -103,6 +103,7 @@ def run_ranks(argv: list[str]) -> int:
     """Run the ranks of this node and return their exit code. Raises RunFailed if the nodes do not meet."""
     args = parse_args(["--rdzv-endpoint=127.0.0.1:0", "--signals-to-handle=SIGQUIT"] + argv)
     args.rdzv_backend, args.rdzv_conf = BACKEND, f"rank={args.node_rank}"
+    # -- an address that other nodes reach
     host = args.rdzv_endpoint.rpartition(":")[0]
     is_name = not re.fullmatch(r"localhost|[\d.]+|.*:.*", host)
     if args.node_rank == 0 and args.nnodes != "1" and is_name:
@@ -110,6 +111,7 @@ def run_ranks(argv: list[str]) -> int:
             if socket.gethostbyname(host) == DEBIANS_HOST:
                 reason = f"on this node {host} is {DEBIANS_HOST}, which no other node reaches (/etc/hosts)"
                 errors.refuse("RDZV_ENDPOINT", args.rdzv_endpoint, f"{reason}; name another address")
+    # -- the ranks, until all have ended
     try:
         run(args)
     except ChildFailedError as error:
@@ -119,6 +121,7 @@ def run_ranks(argv: list[str]) -> int:
             codes |= {EXIT_SAVED for code in codes if -code in STOP_SIGNALS}
         if known := [code for code in (errors.BAD_INPUT, errors.INTERRUPTED, EXIT_SAVED) if code in codes]:
             return known[0]
+        # Of a failure a line, unless a rank has reported it.
         how = f"was killed by {first.signal_name()}" if first.exitcode < 0 else f"ended with {first.exitcode}"
         if not attempts(errors.REPORTED):
             print_message(f"rank {rank} (pid {first.pid}) {how}")

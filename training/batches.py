@@ -78,6 +78,7 @@ class Batches:
         return self.progress.samples / self.loader.sampler.num_samples
 
     def __iter__(self) -> Iterator[Batch]:
+        # -- where the loader has to be
         progress, step = self.progress, self.progress.step + 1
         length = self.rollouts.at(step)
         if length != self.rollout_steps and self.rollouts.longest > 1:
@@ -90,6 +91,7 @@ class Batches:
                 accumulation=self.micro_batches,
             )
             self.iterator = on_device(loaded, self.device)
+        # -- the micro-batches of one step
         self.position, self.seconds = None, 0.0
         self.rollout_steps, self.passes = length, self.rollouts.passes(length, self.frozen)
         for _ in range(self.micro_batches):

@@ -92,10 +92,12 @@ class Metrics:
 
     def log_step(self, step: int, result: StepResult) -> None:
         """Wait for the device and write the means since the last logged step. Called by all ranks."""
+        # -- the mean loss of all ranks; reading it waits for the device
         loss = result.loss.detach().float()
         dist.all_reduce(loss)
         loss /= self.run.assembly.model.mesh.degrees.dp
         loss, norm = torch.stack([loss, result.grad_norm.detach().float()]).tolist()
+        # -- speed since the last logged step
         seconds = (time.perf_counter() - self.interval_started) / self.num_steps
         tflops = self.passes / self.num_steps / seconds * self.tflop_per_pass
         record = {
@@ -113,7 +115,7 @@ class Metrics:
             "skipped_steps": self.run.state.bad_steps.skipped,  # since this start
         }
         self.write(record)
-        # Once, the measured time of a step, and memory on a GPU, next to those planned.
+        # -- once, the measured time of a step, and memory on a GPU, next to those planned
         if self.planned and not self.comparison and step >= self.resume_step + COMPARED_AFTER:
             planned, size = self.planned
             self.comparison = {"step_seconds": seconds, "planned_step_seconds": planned}
@@ -123,6 +125,7 @@ class Metrics:
                 self.comparison |= {"memory_gib": peak, "planned_memory_gib": size / 2**30}
                 text += f"; {peak:.2f} GiB, {size / 2**30:.2f} planned"
             logger.info(text)
+        # -- the line of rank 0
         now = time.monotonic()
         is_due = step == self.steps or now - self.last_line >= SECONDS_BETWEEN_LINES
         if self.is_first and is_due:

@@ -36,7 +36,7 @@ from datasets.statistics import Numbers, load_statistics
 from errors import ConfigError, RunFailed, format_value, refuse
 from jobs.durable_files import append_whole, read_records, write_durably
 from parallelisms.degrees import Degrees
-from parallelisms.mesh import from_first_rank, on_all_ranks
+from parallelisms.mesh import from_all_ranks, from_first_rank, on_all_ranks
 from training.bad_steps import WINDOW, TrainingDiverged
 from training.optimizers.shards import moment_names, zero_moment
 from training.state import OPTIONAL, TrainState
@@ -96,6 +96,7 @@ class RunFolder:
         """
         if dist.get_rank():
             return
+        # -- what the user should know
         for warning in start_warnings(self.config, Degrees(**layout).uses_fsdp):
             logger.warning(warning)
         now, changed = flatten(plain(self.config)), {}
@@ -105,14 +106,14 @@ class RunFolder:
                 logger.warning(f"{key} {value!r} -> {now.get(key)!r} from step {step} on")
         if is_done := step >= self.config.training.steps:
             logger.warning(f"nothing left to train: {self.path} has step {step} of training.steps already")
+        # -- config.toml, and the record of this start
         try:
             if not is_done:  # else it describes what was trained
                 write_durably(self.path / "config.toml", to_toml(self.config))
-            # The record of this start. `reached`: the last logged step; all after `step` repeat.
             records = read_records(self.path / "metrics.jsonl")
             start: dict[str, Any] = {
                 "step": step,
-                "reached": max((record["step"] for record in records), default=0),
+                "reached": max((record["step"] for record in records), default=0),  # all after `step` repeat
                 "time": datetime.now(UTC).isoformat(timespec="seconds"),
                 "ranks": dist.get_world_size(),
                 "layout": layout,
@@ -187,13 +188,14 @@ def read_settings(file: Path) -> dict[str, Any]:
 
 def compare_ranks(config: Config, selection: Selection) -> None:
     """Raise ConfigError on all ranks where one has other settings or data than rank 0."""
+    # -- a digest of dates and of one state
     archive, digest = selection.archive, sha256()
     for rows in (selection.train, selection.validation):
         digest.update(archive.times[rows].astype(np.int64).tobytes())
     digest.update(archive.read(int(selection.train[0]), selection.variables).tobytes())
     mine = flatten(plain(config)) | {"the data of data.path": digest.hexdigest()[:16]}
-    settings: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(settings, mine)
+    # -- the first key that differs, the same on all ranks
+    settings = from_all_ranks(mine)
     for rank, theirs in enumerate(settings):
         for key in settings[0]:
             if theirs.get(key) != settings[0][key]:
