@@ -140,10 +140,9 @@ class CheckpointWriter(FileSystemWriter):
 
 
 class ProcessGroupInfo:
-    """Description of the group that the checkpoint processes of all ranks form (_ProcessGroupInitInfo).
+    """Description of the group that the checkpoint processes of all ranks form (_ProcessGroupInitInfo)."""
 
-    Torch's own would make the processes meet at a store that listens on all interfaces.
-    """
+    # Torch's own would make the processes meet at a store that listens on all interfaces.
 
     def __init__(self, address: str, port: int) -> None:
         """address, port: of a store that rank 0 keeps."""

@@ -75,10 +75,7 @@ class Journal:
                 logger.warning("%s: %s; its lines are kept until they can be written", self.path, error)
 
     def forget_after(self, step: int, key: str = "") -> int:
-        """Drop the records of later steps, which will be repeated, and that of `step` if it has the key.
-
-        Returns the last recorded step, 0: none.
-        """
+        """Drop the records of later steps, and of `step` if it has the key. Return the last step, or 0."""
         self.close()
         records = read_records(self.path)
         remain = [r for r in records if r["step"] < step or (r["step"] == step and not (key and key in r))]

@@ -71,14 +71,13 @@ def attempts(marker: str = "") -> list[Path]:
 
 
 def forward_signals(numbers: socket.socket) -> None:
-    """Send each signal to the ranks alone: torchelastic sends it to the processes that write checkpoints too,
-    which would end before the save. Before there are ranks, and at a second Ctrl-C, end at once, unless the
-    run has ended.
-    """
+    """Send each signal to the ranks. Before there are ranks, and at a second Ctrl-C, end at once."""
     while True:
         (number,) = numbers.recv(1)
         if attempts(errors.ENDED):
             continue
+        # To the ranks alone: torchelastic sends it to processes that write checkpoints too, which would end
+        # before the save.
         again, Node.stopping = number == signal.SIGINT and Node.stopping, True
         for folder in attempts():
             (folder / errors.SIGNALLED).touch()

@@ -65,14 +65,11 @@ class Heartbeat:
 
 
 def find_stalled_ranks(ranks: Sequence[Heartbeat], silence: float) -> tuple[list[Heartbeat], str] | None:
-    """Return the ranks that stop the run and the reason; None while there is none.
-
-    silence: seconds without a heartbeat after which a rank is taken for dead. A rank with a heartbeat is
-    stalled when it is over its limit and does not merely wait for a rank that is behind it.
-    """
+    """Return the ranks that stop the run and the reason; None while there is none. silence: `Watchdog`'s."""
     if silent := [rank for rank in ranks if rank.silent > silence]:
         longest = max(rank.silent for rank in silent)
         return silent, f"no heartbeat for {longest:.0f} s: stopped, dead, or its host cannot be reached"
+    # A rank with a heartbeat is stalled when it is over its limit and does not merely wait for one behind it.
     busy = [rank for rank in ranks if not rank.waits]
     if not busy and any(rank.silent > NO_HEARTBEAT for rank in ranks):
         return None  # the others wait for a silent rank, which the check above will find soon
@@ -176,13 +173,11 @@ class Watchdog(threading.Thread):
         return Heartbeat(self.rank, host, os.getpid(), activity.step, phase, seconds, limit, waits, self.lost)
 
     def silence(self, is_lost: bool = False) -> float:
-        """Return the seconds without a heartbeat after which a rank is taken for dead.
-
-        is_lost: a connection has broken, so that one of the ranks probably is.
-        """
+        """Return the seconds without a heartbeat after which a rank is taken for dead."""
         limit = self.short_limit if self.trained else self.long_limit
         if self.is_asked_to_stop:  # perhaps by the launcher, because another rank is dead
             limit = min(limit, EXPLAIN_SECONDS)
+        # A connection has broken: one of the ranks probably is dead.
         return min(limit, AFTER_LOSS_SECONDS) if is_lost else limit
 
     # -- the thread
@@ -262,8 +257,6 @@ class Watchdog(threading.Thread):
     def end(self, message: str, code: int = FAILED) -> NoReturn:
         """End this rank and all others. If several ranks have a message, only the first is reported: the one
         that sets the shutdown reason, or the first of its host where the store does not answer.
-
-        Where the thread of the watchdog calls it, the main thread may hang: its stack is written.
         """
         if not self.ends.acquire(blocking=False):
             time.sleep(2 * EXPLAIN_SECONDS)  # the other thread of this rank ends the process
@@ -277,7 +270,7 @@ class Watchdog(threading.Thread):
         if is_first and errors.is_reporting_rank():
             print_message(message)
             self.write_status(code, message)
-        # -- the stacks of all threads, and what NCCL's flight recorder has, for torchfrtrace
+        # -- if the main thread may hang, the stacks of all threads, and NCCL's flight recording (torchfrtrace)
         if code == FAILED and threading.current_thread() is self:
             c10d, folder = importlib.import_module("torch._C._distributed_c10d"), self.folder / "hang"
             try:
@@ -304,16 +297,13 @@ class Watchdog(threading.Thread):
         errors.end_process(code)
 
     def end_with(self, error: Exception) -> None:
-        """End this rank and all others with an exception of the main thread. A single rank returns.
-
-        A broken connection is caused by another rank, which the shutdown reason names.
-        """
+        """End this rank and all others with an exception of the main thread. A single rank returns."""
         text, code = errors.one_line(error), errors.exit_code(error)
         message = text or f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
         if self.world_size == 1:
             self.write_status(code, message)
         elif not text:
-            if is_lost_connection(error):
+            if is_lost_connection(error):  # caused by another rank, which the shutdown reason names
                 self.lost, self.loss = True, error
                 time.sleep(EXPLAIN_SECONDS)  # the thread ends the process as soon as there is a reason
             sys.excepthook(type(error), error, error.__traceback__)  # which hides secrets

@@ -92,11 +92,8 @@ class BadSteps:
         return bad
 
     def too_many(self, step: int, last: bool = False) -> bool:
-        """Return True if too many of the last 100 steps were skipped, or the last step of the run was.
-
-        Waits for the device and communicates with all ranks, so that they decide together.
-        """
-        # The counts of all ranks, on the host.
+        """Return True if too many of the last 100 steps were skipped, or the last step of the run was."""
+        # -- the counts of all ranks, on the host, so that they decide together
         counts = torch.cat([torch.stack([self.total, self.seen_here]), self.bad.long()])
         gathered = [torch.zeros_like(counts) for _ in range(dist.get_world_size())]
         dist.all_gather(gathered, counts)
@@ -104,7 +101,7 @@ class BadSteps:
         bad = table[:, 2:].any(0).tolist()
         recent = [s for s in range(max(step - WINDOW, 0) + 1, step + 1) if bad[s % WINDOW]]
 
-        # What is new is logged, with the ranks that have seen it.
+        # -- what is new is logged, with the ranks that have seen it
         total = int(table[:, 0].max())
         if total > self.skipped:
             ranks = table[:, 1].nonzero().flatten().tolist()
@@ -132,10 +129,8 @@ class BadSteps:
 
 
 def step_unless(bad: Tensor, optimizer: torch.optim.Optimizer) -> None:
-    """Take the optimiser's step, unless it is bad, which its fused kernel checks on the device.
-
-    For offloaded parameters the host waits for the flag, because torch's own copy would not wait.
-    """
+    """Take the optimiser's step, unless it is bad, which its fused kernel checks on the device."""
+    # For offloaded parameters the host waits for the flag, because torch's own copy would not wait.
     owned = (p.device for group in optimizer.param_groups for p in group["params"])
     flag = bad.float().to(next(owned, bad.device))
     optimizer.found_inf = flag  # type: ignore[attr-defined]  # torch's name, for its GradScaler

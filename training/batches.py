@@ -30,10 +30,7 @@ class Batch(NamedTuple):
 
 
 class Batches:
-    """Iterable of the micro-batches of the next step, by `progress`, for one iteration per step.
-
-    After a rollback the loader continues from that position.
-    """
+    """Iterable of the micro-batches of the next step, by `progress`, for one iteration per step."""
 
     def __init__(
         self,

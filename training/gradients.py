@@ -9,19 +9,15 @@ from torch.distributed.tensor import DTensor, Replicate
 
 
 def autocast_cache_scope(device: torch.device) -> torch.autocast:
-    """Return a context for all passes of a step, in which autocast casts each weight once.
-
-    Its cache lasts until the outermost of its contexts ends. A compiled block casts in each pass, and FSDP
-    casts what it gathers.
-    """
+    """Return a context for all passes of a step, in which autocast casts each weight once."""
+    # Its cache lasts until the outermost of its contexts ends. A compiled block casts in each pass, and FSDP
+    # casts what it gathers.
     return torch.autocast(device.type, enabled=False)
 
 
 def reduce_partial_gradients(parameters: Iterable[nn.Parameter]) -> None:
-    """All-reduce partial gradients, which tensor parallelism leaves for norms.
-
-    Every operator on a partial gradient would reduce it again, and torch 2.11's clipping does not change it.
-    """
+    """All-reduce partial gradients, which tensor parallelism leaves for norms."""
+    # Every operator on one would reduce it again, and torch 2.11's clipping does not change it.
     for parameter in parameters:
         gradient = parameter.grad
         if isinstance(gradient, DTensor) and any(p.is_partial() for p in gradient.placements):

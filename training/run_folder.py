@@ -133,10 +133,7 @@ class RunFolder:
             ) from None
 
     def open_checkpoints(self, layout: dict[str, Any]) -> Checkpointer | None:
-        """Open the checkpoints of the run, with its layout and identity for their manifests.
-
-        Returns None if it saves none.
-        """
+        """Open the checkpoints of the run, with layout and identity for manifests; None: it saves none."""
         settings = self.config.checkpoint
         if not settings.enable:
             return None
@@ -327,9 +324,7 @@ class Restart:
 
     def roll_back(self) -> None:
         """Go back to the newest checkpoint with a good step after it, and take the samples in another order.
-
-        Later checkpoints are removed, because their weights led to bad steps. Raises TrainingDiverged if
-        there is no such checkpoint, or the run has gone back to it before.
+        Raises TrainingDiverged if there is none, or the run has gone back to it before.
         """
         bad_steps, progress = self.state.bad_steps, self.state.progress
         before = bad_steps.first - 2
@@ -347,6 +342,7 @@ class Restart:
         load(self.checkpointer, step, self.state)
         progress.rollbacks, progress.went_back_to = rollbacks, step
         logger.warning(f"{bad_steps.diagnosis}: back to step {step}, on with other samples")
+        # -- all objects continue from there; later checkpoints, whose weights led to bad steps, are removed
         bad_steps.reset()
         for restartable in self.objects:
             restartable.restart(progress.step)

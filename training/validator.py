@@ -34,9 +34,8 @@ FIT_BYTES = 2**34  # of training data that the baselines are fitted on, if these
 
 
 class Validator:
-    """Scores of the averaged weights if there are any, with those of the trained ones as "raw weights".
-
-    Its methods are called by all ranks together.
+    """Scores of the averaged weights if there are any, with those of the trained ones as "raw weights". Used
+    by all ranks together.
     """
 
     def __init__(

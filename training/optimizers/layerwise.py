@@ -53,10 +53,8 @@ class SharedSums:
         self.tables: dict[tuple[nn.Parameter, ...], tuple[Tensor, Tensor]] = {}
 
     def __call__(self, parameters: Sequence[nn.Parameter], numbers: Tensor) -> Tensor:
-        """Return the sums (N, K) over all ranks, float64, of K numbers of each of N parameters.
-
-        All ranks must call it, even those without such a parameter.
-        """
+        """Return the sums (N, K) over all ranks, float64, of K numbers of each of N parameters."""
+        # All ranks must call it, even those without such a parameter.
         numbers = numbers.double()
         if dist.get_world_size() == 1:
             return numbers
@@ -137,11 +135,9 @@ class LAMB(torch.optim.AdamW):
 
 
 class SGD(torch.optim.Optimizer):
-    """SGD on shards, with torch's fused kernel. A bad step (`found_inf`) changes nothing, bit-exact.
+    """SGD on shards, with torch's fused kernel. A bad step (`found_inf`) changes nothing, bit-exact."""
 
-    torch.optim.SGD would continue from uninitialized momentum if its first step is bad.
-    """
-
+    # torch.optim.SGD would continue from uninitialized momentum if its first step is bad.
     buffer = "momentum_buffer"
 
     def __init__(self, groups: list[dict], momentum: float) -> None:
