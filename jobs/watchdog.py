@@ -270,7 +270,7 @@ class Watchdog(threading.Thread):
         if is_first and errors.is_reporting_rank():
             print_message(message)
             self.write_status(code, message)
-        # -- if the main thread may hang, the stacks of all threads, and NCCL's flight recording (torchfrtrace)
+        # -- if the main thread may hang, all stacks, and NCCL's flight recording (torchfrtrace)
         if code == FAILED and threading.current_thread() is self:
             c10d, folder = importlib.import_module("torch._C._distributed_c10d"), self.folder / "hang"
             try:
