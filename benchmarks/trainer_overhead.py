@@ -37,6 +37,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint import state_dict_saver
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
+from torch.nn.utils import clip_grads_with_norm_
 
 from benchmarks.random_run import RandomRun
 from benchmarks.results_file import clock, in_turns, parse, record, require, table
@@ -50,7 +51,7 @@ from tests.started_jobs import records
 from train import train
 from training.bad_steps import FINGERPRINT_STEPS, Fingerprints
 from training.config_checks import load_checked
-from training.gradients import clip, total_norm
+from training.gradients import total_norm
 from training.optimizers.build import set_lr
 from training.process_settings import retain_memory
 
@@ -109,7 +110,7 @@ def bare_loop(config: Config, steps: int) -> list[float]:
     def some_steps() -> None:
         for _ in range(LOG_FREQ):
             model.forward_backward(inputs, targets, run.objective.loss_part, 1.0, True)
-            clip(parameters, 1.0, total_norm(parameters))
+            clip_grads_with_norm_(parameters, 1.0, total_norm(parameters))
             run.state.optimizer.step()
             model.zero_grad()
 

@@ -1,4 +1,4 @@
-"""The norm of all gradients, clipping and the loss scaler of fp16: the same on every layout and all ranks."""
+"""The norm of all gradients and the loss scaler of fp16: the same on every layout and all ranks."""
 
 from collections.abc import Iterable
 
@@ -6,13 +6,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
-
-
-def autocast_cache_scope(device: torch.device) -> torch.autocast:
-    """Return a context for all passes of a step, in which autocast casts each weight once."""
-    # Its cache lasts until the outermost of its contexts ends. A compiled block casts in each pass, and FSDP
-    # casts what it gathers.
-    return torch.autocast(device.type, enabled=False)
 
 
 def reduce_partial_gradients(parameters: Iterable[nn.Parameter]) -> None:
@@ -35,12 +28,6 @@ def total_norm(parameters: Iterable[nn.Parameter], pipeline_group: dist.ProcessG
         dist.all_reduce(square, group=pipeline_group)
         norm = square.sqrt()
     return norm
-
-
-def clip(parameters: Iterable[nn.Parameter], max_norm: float, norm: Tensor) -> None:
-    """Scale gradients down so that their norm is at most `max_norm`; 0 leaves them."""
-    if max_norm:
-        torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, norm)
 
 
 class LossScaler:

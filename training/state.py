@@ -4,7 +4,7 @@ Names are the model's own; sharded tensors are DTensors, so that another layout 
 samples and all random numbers are functions of (seed, step): no generator has to be saved.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -38,14 +38,6 @@ class Progress:
     def advance(self, samples: int) -> None:
         """Count one step of `samples` samples."""
         self.step, self.samples, self.global_batch = self.step + 1, self.samples + samples, samples
-
-    def state_dict(self) -> dict[str, Tensor]:
-        return {name: torch.tensor(value) for name, value in vars(self).items()}
-
-    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Set the values that the state has; the others stay unchanged."""
-        for name in vars(self).keys() & state.keys():
-            setattr(self, name, int(state[name]))
 
 
 class EMA:
@@ -121,7 +113,8 @@ class TrainState:
                 tensors[f"optimizer.{name}.{moment}"] = value
         for name, average in (self.average.averages if self.average else {}).items():
             tensors[f"ema.{name}"] = average
-        for name, value in (self.progress.state_dict() | self.scaler.state_dict()).items():
+        numbers = {name: torch.tensor(value) for name, value in vars(self.progress).items()}
+        for name, value in (numbers | self.scaler.state_dict()).items():
             tensors[f"train.{name}"] = value
         for name, value in self.bad_steps.window.items():
             tensors[f"bad_steps.{name}"] = value
@@ -130,7 +123,8 @@ class TrainState:
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
         """Set the values that are not tensors of the run; `load` has filled the tensors of `state_dict`."""
         train = {name.removeprefix("train."): tensor for name, tensor in state.items()}
-        self.progress.load_state_dict(train)
+        for name in vars(self.progress).keys() & train.keys():  # others stay unchanged
+            setattr(self.progress, name, int(train[name]))
         if "scaler.factor" in train:
             self.scaler.load_state_dict(train)
         if self.average:  # of parameters without one: parts of lora.also_train may be new
