@@ -72,8 +72,8 @@ def accumulate_gradients(run: Run, step: int, batches: MicroBatches) -> Tensor:
     """Return this rank's part of the loss; gradients are those of the mean over all micro-batches."""
     model, number = run.assembly.model, len(batches)
     loss, scale = torch.zeros((), device=model.device), run.state.scaler.factor / number
-    # Here autocast casts each weight once: its cache lasts until the outermost of its contexts ends. A compiled
-    # block casts in each pass, and FSDP casts what it gathers.
+    # Here autocast casts each weight once: its cache lasts until the outermost of its contexts ends.
+    # A compiled block casts in each pass, and FSDP casts what it gathers.
     with torch.autocast(model.device.type, enabled=False):
         for index, batch in enumerate(batches):
             loss += forward_backward(run.objective, step, batch, scale, index == number - 1) / number
