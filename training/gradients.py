@@ -75,13 +75,3 @@ class LossScaler:
             self.factor = torch.where(overflow, (self.factor / 2).clamp(min=1.0), grown)
             self.good_steps.masked_fill_(overflow | grows, 0)
         return overflow & self.enabled
-
-    def state_dict(self) -> dict[str, Tensor]:
-        if not isinstance(self.factor, Tensor):
-            return {}
-        return {"scaler.factor": self.factor.double(), "scaler.good_steps": self.good_steps.double()}
-
-    def load_state_dict(self, state: dict[str, Tensor]) -> None:
-        if isinstance(self.factor, Tensor):
-            self.factor = state["scaler.factor"].to(self.factor)
-            self.good_steps.copy_(state["scaler.good_steps"])

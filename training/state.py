@@ -113,20 +113,24 @@ class TrainState:
                 tensors[f"optimizer.{name}.{moment}"] = value
         for name, average in (self.average.averages if self.average else {}).items():
             tensors[f"ema.{name}"] = average
-        numbers = {name: torch.tensor(value) for name, value in vars(self.progress).items()}
-        for name, value in (numbers | self.scaler.state_dict()).items():
-            tensors[f"train.{name}"] = value
+        for name, value in vars(self.progress).items():
+            tensors[f"train.{name}"] = torch.tensor(value)
+        if isinstance(self.scaler.factor, Tensor):
+            tensors["train.scaler.factor"] = self.scaler.factor.double()
+            tensors["train.scaler.good_steps"] = self.scaler.good_steps.double()
         for name, value in self.bad_steps.window.items():
             tensors[f"bad_steps.{name}"] = value
         return {name: plain_weight(tensor.detach()) for name, tensor in tensors.items()}
 
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
         """Set the values that are not tensors of the run; `load` has filled the tensors of `state_dict`."""
-        train = {name.removeprefix("train."): tensor for name, tensor in state.items()}
-        for name in vars(self.progress).keys() & train.keys():  # others stay unchanged
-            setattr(self.progress, name, int(train[name]))
-        if "scaler.factor" in train:
-            self.scaler.load_state_dict(train)
+        for name in vars(self.progress):
+            if (value := state.get(f"train.{name}")) is not None:  # else it stays unchanged
+                setattr(self.progress, name, int(value))
+        factor = state.get("train.scaler.factor")
+        if factor is not None and isinstance(self.scaler.factor, Tensor):
+            self.scaler.factor = factor.to(self.scaler.factor)
+            self.scaler.good_steps.copy_(state["train.scaler.good_steps"])
         if self.average:  # of parameters without one: parts of lora.also_train may be new
             self.average.restart(name for name in self.parameters if f"ema.{name}" not in state)
 
