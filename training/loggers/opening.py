@@ -5,6 +5,7 @@ import logging
 import math
 import os
 import sys
+import uuid
 from collections.abc import Callable
 from functools import partial
 from importlib import import_module
@@ -108,23 +109,19 @@ def scalars(record: dict[str, Any]) -> dict[str, float]:
 
 
 class StoredRun:
-    """The id of a run in a store that only appends and the last step there, in a file of the run's folder:
-    one id across resumes, each step once.
+    """The id of a run at W&B, which only appends, and the last step there, in a file of the run's folder: one
+    id across resumes, each step once.
     """
 
-    def __init__(
-        self, path: Path, store: str, resume_step: int, written: int, create: Callable[[], str]
-    ) -> None:
-        """written: the last step that the start before logged; create: makes a run in the store."""
-        before = json.loads(path.read_text()) if path.exists() else {}
-        continues = resume_step > 0 and before.get("store") == store
-        self.id: str = before["id"] if continues else create()
-        self.last = max(before["last_step"], written) if continues else -1
-        self.newest = self.last
-        write_durably(path, json.dumps({"id": self.id, "store": store, "last_step": self.last}))
+    def __init__(self, path: Path, resume_step: int, written: int) -> None:
+        """written: the last step that the start before logged."""
+        before = json.loads(path.read_text()) if resume_step > 0 and path.exists() else {}
+        self.id: str = before.get("id") or uuid.uuid4().hex
+        self.last = self.newest = max(before["last_step"], written) if before else -1
+        write_durably(path, json.dumps({"id": self.id, "store": "wandb", "last_step": self.last}))
 
     def lacks(self, step: int) -> bool:
-        """Return True if the store does not have this step; repeated steps are not sent again."""
+        """Return True if W&B does not have this step; repeated steps are not sent again."""
         self.newest = max(self.newest, step)
         return step > self.last
 
