@@ -37,7 +37,7 @@ from parallelisms.mesh import cpu_group, mesh_of, start_ranks
 from planning.start_checks import open_checked, plan_here, run_with_watchdog
 from training.assembly import Fields, assemble
 from training.batches import Batches, choose_global_batch
-from training.due import Rollouts, Schedule
+from training.due import Rollouts, actions_after
 from training.metrics import Metrics, Profiler
 from training.process_settings import retain_memory, set_determinism
 from training.run_folder import Restart, RunFolder, load_or_start
@@ -102,7 +102,7 @@ def train(config: Config, watchdog: Watchdog | None = None) -> None:
     )
 
     # -- the loop, which waits for the device only on logging and saving steps
-    schedule, rollouts = Schedule.of(config), Rollouts.of(training)
+    rollouts = Rollouts.of(training)
     stop = ""  # why the run ends before its last step
     gc.disable()  # collections are scheduled: at a random time one would delay a rank while the others wait
     model.train()
@@ -116,7 +116,7 @@ def train(config: Config, watchdog: Watchdog | None = None) -> None:
             with span("agree"):
                 save_seconds = checkpointer.last_seconds if checkpointer else 0.0
                 stop = agreement.decide(save_seconds + validator.seconds_due(step))
-            due = schedule.at(step, bool(stop))
+            due = actions_after(config, step, bool(stop))
             if due.check and state.bad_steps.too_many(step, due.last):
                 with span("rollback"):
                     restart.roll_back()
