@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from datetime import UTC, datetime
 from hashlib import sha256
 from pathlib import Path
-from typing import IO, Any, Protocol, cast
+from typing import IO, Any, cast
 
 import numpy as np
 import tomli
@@ -47,10 +47,6 @@ SHARED_SECONDS = 10.0  # in which every rank has to see what rank 0 has written:
 PLACES = ("job.", "data.store_path", "checkpoint.initial_load_path")  # keys that change no weights
 
 
-class InUse(ConfigError):
-    """Error of a folder that another process has locked."""
-
-
 class RunFolder:
     """The folder of this run, created by all ranks together and locked until `release`.
 
@@ -63,7 +59,8 @@ class RunFolder:
         self.lock: list[IO[str]] = []  # the first rank's
         if dist.get_world_size() > 1:
             compare_ranks(config, selection)
-        from_first_rank(self._lock)
+        # A node that is lost may still have the lock, which NFS keeps for a while: that is no bad input.
+        from_first_rank(lambda: self.lock.append(lock_folder(self.path, RunFailed)))
         if dist.get_world_size() > 1:
             check_shared(self.path)
         self.before = from_first_rank(lambda: check_resume(config, selection))
@@ -83,12 +80,6 @@ class RunFolder:
         self.statistics = from_first_rank(
             lambda: load_statistics(file, archive, names, selection.train, selection.step, numbers)
         )
-
-    def _lock(self) -> None:
-        try:
-            self.lock.append(lock_folder(self.path))
-        except InUse as error:  # perhaps by a node that is lost: NFS keeps its lock for a while
-            raise RunFailed(str(error)) from None
 
     def begin(self, step: int, layout: dict[str, int]) -> None:
         """Write the configuration, and a line of starts.jsonl: first step, place, time, and the settings that
@@ -221,8 +212,10 @@ def check_shared(folder: Path) -> None:
         from_first_rank(lambda: file.unlink(missing_ok=True))
 
 
-def lock_folder(folder: Path) -> IO[str]:
-    """Create a folder if needed, and lock it until the returned file is closed. Raises ConfigError."""
+def lock_folder(folder: Path, in_use: type[Exception] = ConfigError) -> IO[str]:
+    """Create a folder if needed, and lock it until the returned file is closed. Raises ConfigError, and
+    `in_use` if another process has locked it.
+    """
     try:
         folder.mkdir(parents=True, exist_ok=True)
         file, deadline = (folder / ".lock").open("a"), time.monotonic() + PATIENCE
@@ -236,7 +229,7 @@ def lock_folder(folder: Path) -> IO[str]:
             if time.monotonic() > deadline:
                 file.close()
                 reason = "another run writes there; wait for it, or choose another job.dump_folder"
-                raise InUse(f"{folder}: {reason}") from None
+                raise in_use(f"{folder}: {reason}") from None
             time.sleep(0.1)
         except OSError as error:
             logger.warning(
@@ -300,25 +293,18 @@ def load(checkpointer: Checkpointer, step: int, state: TrainState) -> None:
     logger.info("resumed from %s", folder)
 
 
-class Restartable(Protocol):
-    """An object that remembers steps."""
-
-    def restart(self, step: int) -> None:
-        """Continue after `step`, and forget all later steps. Called by all ranks together."""
-
-
 class Restart:
     """Objects that remember steps, in the order in which they continue from a step: at the start of a run,
-    new or resumed, and at a rollback.
+    new or resumed, and at a rollback. Each has a method restart(step), called by all ranks together: continue
+    after `step`, and forget all later steps.
     """
 
     def __init__(
-        self, checkpointer: Checkpointer | None, state: TrainState, others: Sequence[Restartable] = ()
+        self, checkpointer: Checkpointer | None, state: TrainState, others: Sequence[Any] = ()
     ) -> None:
         """The state has been loaded."""
         self.checkpointer, self.state = checkpointer, state
-        saves: list[Restartable] = [checkpointer] if checkpointer else []
-        self.objects: list[Restartable] = saves + [state] + list(others)
+        self.objects = ([checkpointer] if checkpointer else []) + [state] + list(others)
         for restartable in self.objects:
             restartable.restart(state.progress.step)
 
