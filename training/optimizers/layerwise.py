@@ -140,8 +140,10 @@ class SGD(torch.optim.Optimizer):
     # torch.optim.SGD would continue from uninitialized momentum if its first step is bad.
     buffer = "momentum_buffer"
 
-    def __init__(self, groups: list[dict], momentum: float) -> None:
+    def __init__(self, groups: list[dict], momentum: float, sums: SharedSums | None = None) -> None:
+        """sums: LARS's, whose momentum averages scaled gradients of matrices."""
         super().__init__(groups, {"lr": 0.0, "momentum": momentum, "weight_decay": 0.0})
+        self.sums = sums
 
     def moment_names(self, parameter: nn.Parameter) -> tuple[str, ...]:
         return (self.buffer,) if self.defaults["momentum"] else ()
@@ -149,40 +151,26 @@ class SGD(torch.optim.Optimizer):
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]  # closures are not used
         for group in self.param_groups:
-            parameters = with_gradient(group)
+            parameters, decay, momentum = with_gradient(group), group["weight_decay"], group["momentum"]
             allocate(self, parameters)
-            gradients = self.decayed_gradients(parameters, group)
-            if parameters:
-                momentum, bad = group["momentum"], getattr(self, "found_inf", None)
-                weights = [local(p) for p in parameters]
-                buffers = [local(self.state[p][self.buffer]) for p in parameters if momentum > 0]
-                sgd_step(weights, gradients, buffers, momentum, group["lr"], bad)
-
-    def decayed_gradients(self, parameters: list[nn.Parameter], group: dict) -> list[Tensor]:
-        """Return the gradients with weight decay, as the momentum averages them."""
-        gradients = [gradient(p) for p in parameters]
-        if parameters and group["weight_decay"]:
-            torch._foreach_add_(gradients, [local(p) for p in parameters], alpha=group["weight_decay"])
-        return gradients
+            weights, gradients = [local(p) for p in parameters], [gradient(p) for p in parameters]
+            # -- LARS's ratios of matrices, by the norms of all in one collective, which every rank calls
+            ratios = None
+            if self.sums and group["matrices"]:
+                norms = self.sums(parameters, squared_norms(weights, gradients)).sqrt()
+                ratios = trust_ratios(norms[:, 0], norms[:, 1] + decay * norms[:, 0], COEFFICIENT).float()
+            if not parameters:
+                continue
+            # -- the gradients with weight decay, as the momentum averages them, then the weights
+            if decay:
+                torch._foreach_add_(gradients, weights, alpha=decay)
+            if ratios is not None:
+                torch._foreach_mul_(gradients, list(ratios))
+            buffers = [local(self.state[p][self.buffer]) for p in parameters if momentum > 0]
+            sgd_step(weights, gradients, buffers, momentum, group["lr"], getattr(self, "found_inf", None))
 
 
 class LARS(SGD):
-    """LARS on any layout with one all-reduce a step."""
+    """LARS on any layout with one all-reduce a step: SGD with `sums`."""
 
     buffer = "scaled_momentum_buffer"  # differs from SGD's, which averages unscaled gradients
-
-    def __init__(self, groups: list[dict], momentum: float, sums: SharedSums) -> None:
-        super().__init__(groups, momentum)
-        self.sums = sums
-
-    def decayed_gradients(self, parameters: list[nn.Parameter], group: dict) -> list[Tensor]:
-        if not group["matrices"]:
-            return super().decayed_gradients(parameters, group)
-        squares = squared_norms([local(p) for p in parameters], [gradient(p) for p in parameters])
-        weight_norms, gradient_norms = self.sums(parameters, squares).sqrt().unbind(1)
-        steps = gradient_norms + group["weight_decay"] * weight_norms
-        ratios = trust_ratios(weight_norms, steps, COEFFICIENT)
-        gradients = super().decayed_gradients(parameters, group)
-        if parameters:
-            torch._foreach_mul_(gradients, list(ratios.float()))
-        return gradients
