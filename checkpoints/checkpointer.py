@@ -432,17 +432,14 @@ class Checkpointer:
 
     def newest(self, at_most: float = math.inf) -> int | None:
         """Return the step of the newest undamaged checkpoint up to a step; without one, of the oldest later
-        one.
-
-        Damaged ones are logged and set aside. Raises DataError if only damaged ones are left, because the
-        user has to decide to start over, and if there is no permission to read one.
+        one. Raises DataError if only damaged ones are left, and without permission to read one.
         """
         self.wait()
 
         def list_candidates() -> list[Path]:
             steps = complete_steps(self.folder)
             names = [path.name for path in sorted(self.folder.glob(f"step-*{files.DAMAGED}*"))]
-            if names and not steps:
+            if names and not steps:  # the user has to decide to start over
                 raise DataError(
                     f"{self.folder}: no checkpoint is left that can be trusted; damaged ones are set aside "
                     f"({', '.join(names)}); remove them to start over, or choose another job.dump_folder"
@@ -480,12 +477,10 @@ class Found(NamedTuple):
 
 def find_undamaged(list_candidates: Callable[[], Iterable[Path]], sets_aside: bool = False) -> Found | None:
     """Return the first of the candidates that is not damaged, the same on all ranks; None: there is none.
-
-    Called by all ranks together. Rank 0 lists the candidates, and again after a damaged one, because a run
-    may still be writing there. Each rank checks a part of the files of a checkpoint. sets_aside: damaged
-    ones are renamed. Raises DataError, and Unreadable where errors of reading stay, or a file is missing on
-    some ranks only.
+    sets_aside: damaged ones are renamed. Raises DataError, and Unreadable where errors of reading stay, or a
+    file is missing on some ranks only.
     """
+    # Rank 0 lists the candidates, and again after a damaged one, because a run may still be writing there.
     tried: set[Path] = set()
     locks: list[AbstractContextManager] = [nullcontext()]
 
@@ -499,7 +494,7 @@ def find_undamaged(list_candidates: Callable[[], Iterable[Path]], sets_aside: bo
                     return folder
         return None
 
-    # -- one after the other, each read again where the disk or the network has failed
+    # -- one after the other, of which each rank checks a part; again where the disk or the network has failed
     while folder := from_first_rank(choose):
         for pause in (*READ_SECONDS, None):
             try:

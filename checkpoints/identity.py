@@ -154,14 +154,12 @@ NEW_RUN = "choose another job.dump_folder for a new run, with checkpoint.initial
 
 
 def check_resume(config: Config, selection: Selection) -> Identity | None:
-    """Return the identity of the checkpoint that a run resumes from, None for a new run. Damaged checkpoints
-    are handled by `Checkpointer.newest`.
-
-    Raises ConfigError if the identity differs from the run's, DataError if a file cannot be read.
+    """Return the identity of the checkpoint that a run resumes from, None for a new run. Raises ConfigError
+    if it differs from the run's, DataError if a file cannot be read.
     """
     folder = config.dump_folder / "checkpoints"
     for step in reversed(complete_steps(folder)) if config.checkpoint.enable else ():
-        with suppress(Damaged):
+        with suppress(Damaged):  # which `Checkpointer.newest` handles
             identity = Identity.of(step_folder(folder, step))
             identity.check(config, NEW_RUN, selection)
             return identity

@@ -114,10 +114,8 @@ class Agreement:
         return (f"{self.stop}: {self.ending[0]}", EXIT_SAVED) if self.stop else ("done", 0)
 
     def decide(self, seconds: float = 0.0) -> str:
-        """Return why all ranks save and end after this step, if one of them requested it after the previous
-        step; "" to continue.
-
-        seconds: duration of saves and validations until the step boundary after the next.
+        """Return why all ranks save and end after this step, if one requested it after the previous step, or
+        "". seconds: duration of saves and validations until the step boundary after the next.
         """
         # -- seconds of a step, without validations and saves
         started, self.boundary = self.boundary, time.monotonic() - activity.long_seconds

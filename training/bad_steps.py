@@ -66,11 +66,10 @@ class BadSteps:
         return {f"losses.{self.settings}": self.losses, "bad": self.bad}
 
     def judge(self, step: int, loss: Tensor, grad_norm: Tensor, may_overflow: Tensor | None = None) -> Tensor:
-        """Return True for a bad step, as a bool on the device; loss: this rank's, grad_norm: of all ranks.
-
-        If the loss of one rank is not finite, the gradient norm is not finite on all. may_overflow: whether
-        gradients may overflow, which the loss scaler handles; None: not in fp16.
+        """Return True for a bad step, as a bool on the device; loss: this rank's, grad_norm: of all ranks;
+        may_overflow: whether gradients may, which the loss scaler handles; None: not in fp16.
         """
+        # If the loss of one rank is not finite, the gradient norm is not finite on all.
         self.seen_here += ~torch.isfinite(loss)
         if self.spike_threshold or may_overflow is not None:
             loss = loss.clone()

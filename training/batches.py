@@ -123,9 +123,7 @@ def on_device(batches: Iterator[tuple[Tensor, Tensor]], device: torch.device) ->
 
 def choose_global_batch(training: Training, smallest: int, progress: Progress) -> int:
     """Return the samples of each step. -1: those of the checkpoint, or else `smallest`, the samples of one
-    micro-batch on all ranks.
-
-    Raises ConfigError if the number in the checkpoint is not a multiple of `smallest`.
+    micro-batch on all ranks. Raises ConfigError if the number in the checkpoint is no multiple of it.
     """
     stored = progress.global_batch
     if training.global_batch_size == -1 and stored % smallest:

@@ -5,7 +5,7 @@ import logging
 import math
 import time
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
@@ -106,10 +106,8 @@ class Validator:
     def validate(
         self, step: int, is_last: bool = False, is_ended: Callable[[], bool] | None = None
     ) -> Scores | None:
-        """Score the weights after `step` once, write the scores, and compare them with the best so far.
-
-        is_ended: asked before each batch; True ends the validation without scores. Returns None then, and
-        without validation. Plots after the last step.
+        """Score the weights after `step` once, write the scores, and compare them with the best so far; None
+        without validation, and if is_ended, which is asked before each batch, has ended it.
         """
         validation = self.validation
         if validation is None:
@@ -117,8 +115,10 @@ class Validator:
         self.model.train(False)
 
         # -- scores, once
+        average = self.run.state.average
+        averaged = average.applied if average else nullcontext
         if not self.validated or self.validated[0] != step:
-            state, checkpointer, started = self.run.state, self.run.checkpointer, time.monotonic()
+            checkpointer, started = self.run.checkpointer, time.monotonic()
             if checkpointer:
                 checkpointer.wait_for_staging()  # averages replace weights that are still being copied
             forecast, loss, baselines = self.forecast, self.run.objective.loss_of_fields, {}
@@ -133,9 +133,9 @@ class Validator:
                     baselines = fit_baselines(archive, selection.variables, fitted, mean_field, self.leads)
             try:
                 with return_memory(self.model.device), span("validation"):
-                    with self._averaged():
+                    with averaged():
                         scores = validation.run(forecast, baselines, loss, is_ended)
-                    if state.average:
+                    if average:
                         raw = validation.run(forecast, {}, loss, is_ended)
                         scores.by_forecast["raw weights"] = raw.by_forecast["model"]
             except ValidationEnded:
@@ -153,7 +153,7 @@ class Validator:
 
         # -- plots of losses, errors against lead time and maps of the last date
         if self.settings.plots and is_last:
-            with return_memory(self.model.device), self._averaged():  # on all ranks: they share the model
+            with return_memory(self.model.device), averaged():  # on all ranks: they share the model
                 date, fields = validation.last_date(self.forecast)
             if self.boundary is not None:  # is given, not forecast
                 fields = {n: (t, np.where(self.boundary, np.nan, f)) for n, (t, f) in fields.items()}
@@ -168,10 +168,6 @@ class Validator:
         self.model.train()
         self.metrics.start_interval()
         return scores
-
-    def _averaged(self) -> AbstractContextManager:
-        average = self.run.state.average
-        return average.applied() if average else nullcontext()
 
 
 class Best:
