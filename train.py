@@ -27,6 +27,8 @@ from dataclasses import asdict
 import torch.distributed as dist
 
 from config import Config
+from datasets.field_dataset import FieldDataset
+from datasets.grid import area_weights
 from errors import EXIT_SAVED, FAILED, RunFailed, end_process, one_line_errors, print_message
 from jobs.heartbeat import activity, span
 from jobs.preemption import Agreement
@@ -34,13 +36,11 @@ from jobs.watchdog import Watchdog
 from parallelisms.mesh import cpu_group, mesh_of, start_ranks
 from planning.start_checks import open_checked, plan_here, run_with_watchdog
 from training.assembly import Fields, assemble
-from training.batches import Batches, Samples, choose_global_batch
-from training.due import Rollouts, Schedule
-from training.metrics import Metrics
+from training.batches import Batches, choose_global_batch
+from training.due import Rollouts, actions_after
+from training.metrics import Metrics, Profiler
 from training.process_settings import retain_memory, set_determinism
-from training.profiler import Profiler
-from training.restart import Restart, load_or_start
-from training.run_folder import RunFolder
+from training.run_folder import Restart, RunFolder, load_or_start
 from training.state import build_state
 from training.step import Run, train_step
 from training.validator import Validator
@@ -67,19 +67,21 @@ def train(config: Config, watchdog: Watchdog | None = None) -> None:
         logger.info(f"{mesh.degrees.world} ranks\n{mesh.picture()}")
     run_folder = RunFolder(config, selection)  # from here on no other run writes into it
 
-    # -- samples and statistics, model, and the state that a checkpoint contains
-    samples = Samples(selection, folder, run_folder.resumed_statistics)
-    train_set = samples.dataset("train", range(1, 1 + training.states_ahead))
-    assembly = assemble(config, Fields.of(selection, samples.statistics), mesh, device)
+    # -- samples, model, and the state that a checkpoint contains
+    archive, chosen = selection.archive, selection.samples("train", range(1, 1 + training.states_ahead))
+    logger.info(selection.describe("train", chosen))
+    samples = FieldDataset(archive, selection.variables, chosen, selection.history)
+    assembly = assemble(config, Fields.of(selection, run_folder.statistics), mesh, device)
     state = build_state(config, assembly)
     progress, model = state.progress, assembly.model
 
     # -- resume from the newest complete checkpoint, or start from the weights of another run
-    checkpointer = run_folder.open_checkpoints(samples.statistics, layout)
-    load_or_start(checkpointer, state, config, selection.archive.grid)
+    checkpointer = run_folder.open_checkpoints(layout)
+    load_or_start(checkpointer, state, config, archive.grid)
     global_batch = choose_global_batch(training, training.local_batch_size * mesh.degrees.dp, progress)
-    run = Run(config, assembly, state, samples.area, global_batch, checkpointer)
-    batches = Batches(train_set, config, state, model, global_batch)
+    area = area_weights(archive.grid.latitude)  # (H,)
+    run = Run(config, assembly, state, area, global_batch, checkpointer)
+    batches = Batches(samples, config, state, model, global_batch)
 
     # -- reporting; all errors of input have been raised before
     if checkpointer:
@@ -89,16 +91,18 @@ def train(config: Config, watchdog: Watchdog | None = None) -> None:
     planned = plan_here(config, selection, mesh.degrees.world) if dist.get_rank() == 0 else None
     memory = planned[0].memory.peak if planned and device.type == "cuda" else 0.0
     metrics = Metrics(config, run, batches, planned and (planned[0].time.total, memory))
-    validator = Validator(config, samples, run, metrics)
+    validator = Validator(config, selection, run_folder.statistics, run, metrics)
     profiler = Profiler(config)
-    restart = Restart(checkpointer, state, run, batches, metrics, validator, profiler)
+    restart = Restart(checkpointer, state, [run.fingerprints, batches, metrics, validator, profiler])
+    channels = f"{assembly.meta_model.in_channels} channels in, {len(assembly.normalizer.mean)} out"
     logger.info(
-        f"{assembly.describe()}; global batch {global_batch} = {training.local_batch_size} x "
+        f"{assembly.num_parameters / 1e6:.1f} M parameters, {channels}; "
+        f"global batch {global_batch} = {training.local_batch_size} x "
         f"{mesh.degrees.dp} ranks x {len(batches)}; from step {progress.step} to {training.steps} on {device}"
     )
 
     # -- the loop, which waits for the device only on logging and saving steps
-    schedule, rollouts = Schedule.of(config), Rollouts.of(training)
+    rollouts = Rollouts.of(training)
     stop = ""  # why the run ends before its last step
     gc.disable()  # collections are scheduled: at a random time one would delay a rank while the others wait
     model.train()
@@ -109,11 +113,10 @@ def train(config: Config, watchdog: Watchdog | None = None) -> None:
             result = train_step(run, step, batches)
             progress.advance(global_batch)
             metrics.count_step()
-            watchdog.step_done(agreement.group)
             with span("agree"):
                 save_seconds = checkpointer.last_seconds if checkpointer else 0.0
                 stop = agreement.decide(save_seconds + validator.seconds_due(step))
-            due = schedule.at(step, bool(stop))
+            due = actions_after(config, step, bool(stop))
             if due.check and state.bad_steps.too_many(step, due.last):
                 with span("rollback"):
                     restart.roll_back()

@@ -24,7 +24,7 @@ from planning.memory import Memory, memory, scores_bytes
 from planning.network import ring_all_reduce
 from planning.search import plan
 from planning.workload import Workload
-from training.optimizers.lr_schedules import peak_lr
+from training.optimizers.build import peak_lr
 
 GRID, CHANNELS, STATES, EPOCHS, BATCH = (1024, 2048), 17, 350_000, 50, 3072
 RATES = {1: 0.85, 8: 6.4, 64: 44.0}  # samples/s that the study measured, by GPUs

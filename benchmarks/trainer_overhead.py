@@ -37,6 +37,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint import state_dict_saver
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
+from torch.nn.utils import clip_grads_with_norm_
 
 from benchmarks.random_run import RandomRun
 from benchmarks.results_file import clock, in_turns, parse, record, require, table
@@ -48,9 +49,9 @@ from tests.distributed import Ranks
 from tests.parity import Layout, SmallRun, cut, replicate, tp
 from tests.started_jobs import records
 from train import train
+from training.bad_steps import FINGERPRINT_STEPS, Fingerprints
 from training.config_checks import load_checked
-from training.fingerprints import INTERVAL, Fingerprints
-from training.gradients import clip, total_norm
+from training.gradients import total_norm
 from training.optimizers.build import set_lr
 from training.process_settings import retain_memory
 
@@ -109,7 +110,7 @@ def bare_loop(config: Config, steps: int) -> list[float]:
     def some_steps() -> None:
         for _ in range(LOG_FREQ):
             model.forward_backward(inputs, targets, run.objective.loss_part, 1.0, True)
-            clip(parameters, 1.0, total_norm(parameters))
+            clip_grads_with_norm_(parameters, 1.0, total_norm(parameters))
             run.state.optimizer.step()
             model.zero_grad()
 
@@ -122,11 +123,11 @@ def measure_fingerprints(_: argparse.Namespace, rounds: int) -> int:
     ranks, rows = Ranks(2), []
     for name, layout in {"2 replicas": replicate(2), "tp 2": tp(2)}.items():
         step, comparison, size = ranks.run(step_and_compare, layout, rounds, timeout=300)[0]
-        share = comparison / (INTERVAL * step)
+        share = comparison / (FINGERPRINT_STEPS * step)
         rows.append({"layout": name, "step": step, "comparison": comparison, "bytes": size, "share": share})
     ranks.stop()
     record("fingerprints", rows)
-    print(f"share of {INTERVAL} steps:")
+    print(f"share of {FINGERPRINT_STEPS} steps:")
     columns = {"layout": "<12", "bytes": ">10", "step": ">10.4f", "comparison": ">12.6f"}
     print(table(rows, **columns, share=">10.4%"))
     return 0
@@ -173,6 +174,8 @@ class Saving(RandomRun):
 
 def measure_excess(training: Saving, folder: Path, rounds: int) -> tuple[dict[str, float], float]:
     own = {m: Checkpointer(folder / m, Checkpoint(async_mode=m, keep_latest_k=1), "", {}) for m in OURS}
+    for checkpointer in own.values():
+        checkpointer.start_process()
     group = cast(dist.ProcessGroup, dist.new_group(backend="gloo"))
 
     def save_plainly() -> float:

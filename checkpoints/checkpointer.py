@@ -1,28 +1,42 @@
 """Checkpoints of one run: save with torch.distributed.checkpoint (DCP), find, check and load.
 
 A save copies the tensors that this rank writes into host memory that later saves reuse, and writes them in
-the background (checkpoints/writer.py). At most one is in flight: the next save waits for it.
+the background. At most one is in flight: the next save waits for it. When all ranks have written their files,
+DCP calls `CheckpointWriter.finish` on rank 0, in the trainer or in torch's checkpoint process: it adds the
+configuration and the manifest, flushes the folder and gives it its final name. DCP raises an error of one
+rank on all of them.
 """
 
+import atexit
+import io
 import logging
 import math
 import os
+import resource
 import shutil
+import signal
+import socket
+import sys
 import time
-from collections.abc import Callable, Iterable
-from concurrent.futures import Future
-from contextlib import AbstractContextManager, nullcontext, suppress
+import zlib
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from functools import partial
+from multiprocessing import resource_tracker
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.checkpoint import state_dict_saver
+from torch._C._distributed_c10d import TCPStore
+from torch.distributed.checkpoint import _async_process_executor, state_dict_saver
 from torch.distributed.checkpoint._dedup_save_plans import dedup_save_plans
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner, create_default_local_save_plan
+from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemWriter
+from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType, AsyncSaveResponse
 from torch.distributed.checkpoint.utils import _DistWrapper
@@ -30,16 +44,188 @@ from torch.distributed.tensor import DTensor
 
 from checkpoints import files
 from checkpoints.files import Damaged, Missing, Unreadable, complete_steps, step_folder
-from checkpoints.writer import CheckpointProcess, CheckpointWriter
 from config import Checkpoint
-from errors import DataError, refuse
+from errors import STOP_SIGNALS, DataError, refuse
+from jobs.durable_files import sync_folder, write_durably
+from jobs.signals import TRAINER, end_with_trainer
 from parallelisms.mesh import cpu_group, from_all_ranks, from_first_rank, on_all_ranks
+from parallelisms.peer_messages import use_plain_messages
 
 logger = logging.getLogger(__name__)
 RETRY_SECONDS = (1, 2, 4, 8, 16)  # before each further attempt at the last save
 READ_SECONDS = (1, 4, 15)  # before each further attempt to read what the disk or the network does not give
 SHARED_MEMORY = "/dev/shm"  # the checkpoint process reads the tensors from there
+OPEN_FILES = 65536  # each tensor there has a file descriptor
 NO_CHECKPOINT = "no checkpoint there, or damaged ones only; name the folder of a run, or a step-... in it"
+
+
+# -- files with checksums ------------------------------------------------------------------------------
+
+
+class ChecksumFile(io.BufferedWriter):
+    """A new file that computes the CRC-32 of what is written to it."""
+
+    crc32 = 0
+    error: OSError | None = None  # of a full disk, which torch.save replaces by a RuntimeError
+
+    def write(self, data: Any) -> int:
+        self.crc32 = zlib.crc32(data, self.crc32)
+        try:
+            return super().write(data)
+        except OSError as error:
+            self.error = error
+            raise
+
+
+class ChecksumFiles(FileSystem):
+    """DCP's file system that records size and CRC-32 of every file it has written."""
+
+    def __init__(self) -> None:
+        self.files: files.Files = {}
+
+    @contextmanager
+    def create_stream(self, path: Any, mode: str) -> Iterator[Any]:
+        with ChecksumFile(io.FileIO(path, "w")) as file:
+            try:
+                yield file
+            except RuntimeError as error:
+                raise file.error or error from None
+        # Under the final name: DCP writes .metadata as .metadata.tmp.
+        self.files[Path(path).name.removesuffix(".tmp")] = (Path(path).stat().st_size, file.crc32)
+
+
+class CheckpointWriter(FileSystemWriter):
+    """DCP's writer of one checkpoint, which has its final name only when it is complete and on the disk."""
+
+    def __init__(self, target: Path, about: dict[str, Any], config_toml: str, keep: int, spared: int) -> None:
+        """about: entries of the manifest; keep, spared: checkpoints that stay in the folder, see `prune`."""
+        # 0: tensors are on the host already, and torch would initialize CUDA to copy ahead.
+        unfinished = target.with_name(target.name + files.INCOMPLETE)
+        super().__init__(unfinished, sync_files=True, per_thread_copy_ahead=0)
+        self.fs = ChecksumFiles()
+        self.target, self.about, self.config_toml = target, about, config_toml
+        self.keep, self.spared = keep, spared
+
+    def write_data(self, plan: Any, planner: Any) -> Any:
+        """Return DCP's results, followed by size and CRC-32 of the files of this rank."""
+        written: Any = torch.futures.Future()
+        written.set_result(super().write_data(plan, planner).value() + [self.fs.files])
+        return written
+
+    def finish(self, metadata: Metadata, results: list[list[Any]]) -> None:
+        """Complete the checkpoint on rank 0. results: those of `write_data` on each rank. Raises OSError."""
+        folder, target = Path(self.path), self.target
+        super().finish(metadata, [of_rank[:-1] for of_rank in results])
+        write_durably(folder / "config.toml", self.config_toml)
+        text = self.config_toml.encode()
+        written = {"config.toml": (len(text), zlib.crc32(text))} | self.fs.files
+        for of_rank in results:
+            written |= of_rank[-1]
+        files.write_manifest(folder, self.about, written)
+        sync_folder(folder)
+        # A save of this step may have failed after its rename: at the flush below, or because the process was
+        # killed while it pruned.
+        former = target.with_name(target.name + files.DELETING)
+        if target.exists():
+            os.replace(target, former)
+        os.replace(folder, target)
+        sync_folder(target.parent)
+        shutil.rmtree(former, ignore_errors=True)
+        # The checkpoint is complete; the trainer tries again, and logs why it fails.
+        with suppress(OSError, DataError, Unreadable):
+            files.prune(target.parent, self.keep, self.spared)
+
+
+# -- torch's checkpoint process ------------------------------------------------------------------------
+
+
+class ProcessGroupInfo:
+    """Description of the group that the checkpoint processes of all ranks form (_ProcessGroupInitInfo)."""
+
+    # Torch's own would make the processes meet at a store that listens on all interfaces.
+
+    def __init__(self, address: str, port: int) -> None:
+        """address, port: of a store that rank 0 keeps."""
+        self.local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+        self.global_rank, self.world_size = dist.get_rank(), dist.get_world_size()
+        self.tcp_store_master_addr, self.tcp_store_master_port = address, port
+        self.use_prefix_store, self.disable_automatic_gc, self.disable_manual_gc = True, False, False
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Called in the new process before anything else runs there."""
+        vars(self).update(state)
+        end_with_trainer()
+        logging.disable(logging.WARNING)  # torch logs every request and tensor; errors go to the trainer
+        # When the trainer has ended, multiprocessing would print the EOFError of its pipe.
+        sys.stderr = open(os.devnull, "w")
+        os.nice(10)  # training goes first
+        torch.set_num_threads(1)
+        use_plain_messages()
+
+
+class CheckpointProcess:
+    """torch's checkpoint process, started in the background with the run because its imports take seconds.
+
+    It replaces the process that dcp.async_save would start at the first save: torch never restarts one that
+    was killed, and does not protect it from Ctrl-C. Created by all ranks together.
+    """
+
+    def __init__(self) -> None:
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, min(OPEN_FILES, hard)), hard))
+        self.store: list[TCPStore] = []  # rank 0's
+        self.is_lost = False
+
+        def open_store() -> tuple[str, int]:
+            """Listen on the address of this host that the ranks have met at, and on no other."""
+            address = os.environ.get("MASTER_ADDR", "127.0.0.1")
+            try:
+                listener = socket.create_server((address, 0))
+            except OSError:  # the name of a service that forwards to this host
+                listener = socket.create_server(("", 0))
+            port = listener.getsockname()[1]
+            options: dict[str, Any] = {"is_master": True, "wait_for_workers": False}
+            self.store.append(TCPStore(address, port, **options, master_listen_fd=listener.detach()))
+            return address, port
+
+        address, port = from_first_rank(open_store)
+        info: Any = ProcessGroupInfo(address, port)
+        resource_tracker.ensure_running()  # at its first start it unblocks SIGINT and SIGTERM in its thread
+        # The thread inherits what is blocked, and the process from the thread.
+        blocked = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
+        os.environ[TRAINER] = str(os.getpid())
+        self.thread = ThreadPoolExecutor(1)  # with which the process would end
+        self.started = self.thread.submit(_async_process_executor._AsyncCheckpointProcess, info)
+        signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
+        _async_process_executor._CHECKPOINT_PROCESS = cast(Any, self)
+        atexit.register(self.close)  # before multiprocessing waits for a process that ignores SIGTERM
+
+    def save(self, **options: Any) -> Metadata:
+        """Called by dcp.async_save, in a thread. Raises RuntimeError if the process was killed."""
+        try:
+            return self.started.result().save(**options)
+        except ConnectionError as error:
+            self.is_lost = True  # a process that is being killed still counts as alive for a while
+            raise RuntimeError(f"Checkpoint background process is dead ({error})") from None
+
+    @property
+    def is_alive(self) -> bool:
+        """Return True if the process can save, or may be able to soon."""
+        if not self.started.done():
+            return True
+        is_open = not self.is_lost and not self.started.exception()
+        return is_open and self.started.result()._save_process.is_alive()
+
+    def close(self) -> None:
+        """End the process, with no save in flight."""
+        atexit.unregister(self.close)
+        if not self.started.exception():
+            self.started.result()._save_process.kill()
+            self.started.result()._save_process.join()
+        self.store.clear()
+
+
+# -- the checkpoints of a run ----------------------------------------------------------------------------
 
 
 class Checkpointer:
@@ -50,17 +236,7 @@ class Checkpointer:
     about: entries of every manifest, among them what the weights mean (checkpoints/identity.py).
     """
 
-    def __init__(
-        self,
-        folder: Path,
-        settings: Checkpoint,
-        config_toml: str,
-        about: dict[str, Any],
-        starts_process: bool = True,
-    ) -> None:
-        """starts_process: False leaves that to `start_process`, once nothing can be refused any more, because
-        a process that starts while this one ends prints a traceback.
-        """
+    def __init__(self, folder: Path, settings: Checkpoint, config_toml: str, about: dict[str, Any]) -> None:
         self.folder, self.mode, self.keep = folder.absolute(), settings.async_mode, settings.keep_latest_k
         self.config_toml = config_toml
         self.about = {**about, "ranks": dist.get_world_size(), "versions": {"torch": torch.__version__}}
@@ -76,11 +252,14 @@ class Checkpointer:
         self.written: set[str] = set()  # the names of those that this rank writes
         self.size = 0  # bytes of a checkpoint
         from_first_rank(lambda: files.clear_leftovers(self.folder))
-        if starts_process:
-            self.start_process()
 
     def start_process(self) -> None:
-        """Start the checkpoint process in the background, if the mode has one: its imports take seconds."""
+        """Start the checkpoint process, if the mode has one, in the background because its imports take
+        seconds; or another one, if it was killed. Called once nothing can be refused any more: a process that
+        starts while this one ends prints a traceback.
+        """
+        if self.process:
+            self.process.close()
         self.process = CheckpointProcess() if self.mode == "async_with_pinned_mem" else None
 
     # -- saving ------------------------------------------------------------------------------------------
@@ -95,8 +274,9 @@ class Checkpointer:
 
         # -- tensors that this rank writes: of those that several ranks have, DCP chooses one rank for each,
         # but would copy all of them, under DDP and HSDP the whole model on each rank
-        names, is_alive = list(tensors), not self.process or self.process.is_alive
-        answers = from_all_ranks((names == self.names, is_alive))
+        names, needs_process = list(tensors), self.mode == "async_with_pinned_mem"
+        is_ready = not needs_process or (self.process is not None and self.process.is_alive)
+        answers = from_all_ranks((names == self.names, is_ready))
         if not all(is_known for is_known, _ in answers):
             plan = _DistWrapper(self.group, use_dist=True, coordinator_rank=0).reduce_scatter(
                 "choose what each rank writes",
@@ -106,10 +286,9 @@ class Checkpointer:
             self.names, self.written = names, {item.index.fqn for item in plan.items}
         tensors = {name: tensor for name, tensor in tensors.items() if name in self.written}
 
-        # -- a checkpoint process, which may have been killed, and memory for the copies, which is used again
-        if self.process and not all(is_alive for _, is_alive in answers):
-            self.process.close()
-            self.process = CheckpointProcess()
+        # -- the checkpoint process, and memory for the copies, which is used again
+        if not all(is_ready for _, is_ready in answers):
+            self.start_process()
         if self.process and not self.stager:
             # The copies of all ranks of this host are there.
             local = [t.to_local() if isinstance(t, DTensor) else t for t in tensors.values()]
@@ -117,7 +296,7 @@ class Checkpointer:
             needed *= int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
             free = min(from_all_ranks(shutil.disk_usage(SHARED_MEMORY).free))
             if needed > free:
-                self.process = self.process.close()
+                self.process, self.mode = self.process.close(), "async"
                 if dist.get_rank() == 0:
                     logger.warning(
                         f"{SHARED_MEMORY} has {free / 1e6:,.0f} MB free, a checkpoint needs "
@@ -253,17 +432,14 @@ class Checkpointer:
 
     def newest(self, at_most: float = math.inf) -> int | None:
         """Return the step of the newest undamaged checkpoint up to a step; without one, of the oldest later
-        one.
-
-        Damaged ones are logged and set aside. Raises DataError if only damaged ones are left, because the
-        user has to decide to start over, and if there is no permission to read one.
+        one. Raises DataError if only damaged ones are left, and without permission to read one.
         """
         self.wait()
 
         def list_candidates() -> list[Path]:
             steps = complete_steps(self.folder)
             names = [path.name for path in sorted(self.folder.glob(f"step-*{files.DAMAGED}*"))]
-            if names and not steps:
+            if names and not steps:  # the user has to decide to start over
                 raise DataError(
                     f"{self.folder}: no checkpoint is left that can be trusted; damaged ones are set aside "
                     f"({', '.join(names)}); remove them to start over, or choose another job.dump_folder"
@@ -301,12 +477,10 @@ class Found(NamedTuple):
 
 def find_undamaged(list_candidates: Callable[[], Iterable[Path]], sets_aside: bool = False) -> Found | None:
     """Return the first of the candidates that is not damaged, the same on all ranks; None: there is none.
-
-    Called by all ranks together. Rank 0 lists the candidates, and again after a damaged one, because a run
-    may still be writing there. Each rank checks a part of the files of a checkpoint. sets_aside: damaged
-    ones are renamed. Raises DataError, and Unreadable where errors of reading stay, or a file is missing on
-    some ranks only.
+    sets_aside: damaged ones are renamed. Raises DataError, and Unreadable where errors of reading stay, or a
+    file is missing on some ranks only.
     """
+    # Rank 0 lists the candidates, and again after a damaged one, because a run may still be writing there.
     tried: set[Path] = set()
     locks: list[AbstractContextManager] = [nullcontext()]
 
@@ -320,6 +494,7 @@ def find_undamaged(list_candidates: Callable[[], Iterable[Path]], sets_aside: bo
                     return folder
         return None
 
+    # -- one after the other, of which each rank checks a part; again where the disk or the network has failed
     while folder := from_first_rank(choose):
         for pause in (*READ_SECONDS, None):
             try:
@@ -328,11 +503,12 @@ def find_undamaged(list_candidates: Callable[[], Iterable[Path]], sets_aside: bo
             except Damaged as error:
                 problem, is_damaged = str(error), True
                 if isinstance(error, Missing):
+                    # Damaged only if no rank sees the file: the folder may not be shared.
                     names = {files.MANIFEST}
                     with suppress(Damaged, Unreadable):
                         names |= files.read_manifest(folder)["files"].keys()
                     missing = from_all_ranks({name for name in names if not (folder / name).exists()})
-                    is_damaged = bool(set.intersection(*missing))
+                    is_damaged = any(all(name in names for names in missing) for name in missing[0])
                 if is_damaged:
                     aside = from_first_rank(partial(files.set_aside, folder)) if sets_aside else ""
                     logger.warning("%s%s; taking the one before", error, aside)

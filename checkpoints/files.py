@@ -166,10 +166,7 @@ def write_manifest(folder: Path, about: dict[str, Any], files: Files) -> None:
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
-    """Return a manifest, with the "crc32" of its text.
-
-    Raises Damaged if it has changed since it was written, DataError without permission.
-    """
+    """Return a manifest, with the "crc32" of its text. Raises Damaged, DataError without permission."""
     path = folder / MANIFEST
     with read_errors(path):
         first, _, text = path.read_bytes().partition(b"\n")
@@ -183,10 +180,7 @@ def read_manifest(folder: Path) -> dict[str, Any]:
 
 
 def check_files(folder: Path, part: int = 0, parts: int = 1) -> None:
-    """Check the manifest and this rank's part of the files; on rank 0 also check the classes in .metadata.
-
-    Raises Damaged, or DataError without permission to read.
-    """
+    """Check the manifest and this rank's part of the files. Raises Damaged, DataError without permission."""
     with lock(folder), read_errors(folder):
         for name, expected in sorted(read_manifest(folder)["files"].items())[part::parts]:
             path = folder / name
@@ -196,7 +190,7 @@ def check_files(folder: Path, part: int = 0, parts: int = 1) -> None:
                 raise Damaged(f"{path}: has {size} bytes, {expected['bytes']} were written")
             if crc32_of(path) != expected["crc32"]:
                 raise Damaged(f"{path}: its bytes are not those that were written (CRC-32)")
-        if part == 0:
+        if part == 0:  # the classes in .metadata
             stored_tensors(folder)
 
 
@@ -236,10 +230,8 @@ def stored_tensors(folder: Path) -> dict[str, TensorStorageMetadata]:
 
 
 def read_tensors(folder: Path, tensors: dict[str, Tensor]) -> None:
-    """Fill tensors, which may be shards, from a checkpoint. Raises DataError where one does not fit.
-
-    Exchanges nothing with other ranks: dcp.load gathers names and plans of all on rank 0.
-    """
+    """Fill tensors, which may be shards, from a checkpoint. Raises DataError where one does not fit."""
+    # -- names and shapes
     stored = stored_tensors(folder)
     for name, tensor in tensors.items():
         if name not in stored:
@@ -247,12 +239,14 @@ def read_tensors(folder: Path, tensors: dict[str, Tensor]) -> None:
         if stored[name].size != tensor.shape:
             shapes = f"{list(stored[name].size)} there and {list(tensor.shape)} in this configuration"
             raise DataError(f"{folder}: {name} is {shapes}; take the [model] of that run")
+    # -- an exported model
     weights = folder / WEIGHTS
     if weights.exists():
         with read_errors(weights), safe_open(weights, "pt") as file:
             for name, tensor in tensors.items():
                 copy_part(tensor, file.get_tensor(name.removeprefix("model.")))
         return
+    # -- a checkpoint of DCP: this rank reads what it needs; dcp.load gathers names and plans of all on rank 0
     reader, planner = TensorReader(str(folder)), DefaultLoadPlanner(flatten_state_dict=False)
     metadata = reader.read_metadata()
     planner.set_up_planner(dict(tensors), metadata, is_coordinator=True)
@@ -275,10 +269,7 @@ def lock(folder: Path) -> BinaryIO:
 
 
 def remove(folder: Path, even_if_read: bool = False) -> None:
-    """Rename, then delete a checkpoint, so that only whole ones have the name of one. Raises OSError.
-
-    A checkpoint that a process reads is kept, unless `even_if_read`.
-    """
+    """Rename, then delete a checkpoint, unless a process reads it. Raises OSError."""
     manifest = folder / MANIFEST
     if not manifest.exists():
         return  # damaged
@@ -291,7 +282,7 @@ def remove(folder: Path, even_if_read: bool = False) -> None:
             return
         except OSError as error:
             logger.warning("%s: cannot be locked (%s); removed all the same", folder, error)
-        os.replace(folder, doomed)
+        os.replace(folder, doomed)  # so that only whole checkpoints have the name of one
     shutil.rmtree(doomed, ignore_errors=even_if_read)  # NFS keeps open files until the next start
 
 
@@ -304,8 +295,7 @@ def prune(folder: Path, keep: int, spared: int = -1) -> None:
 
 def clear_leftovers(folder: Path) -> None:
     """Make the folder of a run's checkpoints, and delete those that a killed run was writing or deleting; log
-    entries that no run has made. A save needs the name of its step: an empty folder with that name is
-    deleted, and one that lacks the files of a checkpoint, as after an interrupted removal, is set aside.
+    entries that no run has made.
     """
     folder.mkdir(parents=True, exist_ok=True)
     for path in sorted(folder.iterdir()):
@@ -314,6 +304,7 @@ def clear_leftovers(folder: Path) -> None:
         elif path.name.endswith((INCOMPLETE, DELETING)):
             logger.warning("%s: left by a run that was stopped; removed", path)
             shutil.rmtree(path)
+        # A save needs the name of its step, which an interrupted removal may have left.
         elif COMPLETE.match(path.name) and not any(path.iterdir()):
             path.rmdir()
         elif COMPLETE.match(path.name) and not is_checkpoint(path):

@@ -6,7 +6,6 @@ are used.
 """
 
 import json
-import re
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -20,7 +19,7 @@ from config import SECTIONS, Config, Model
 from datasets.grid import Grid
 from datasets.selection import Selection
 from datasets.statistics import Numbers, Statistics
-from datasets.variables import expand_levels
+from datasets.variables import expand_levels, plain_units
 from errors import ConfigError, without_secrets
 from models.registry import MODELS, registered
 
@@ -50,7 +49,7 @@ def static_numbers(field: np.ndarray) -> list[float]:
     anomaly = values - values.mean()
     south, east = (np.linspace(-1, 1, n) for n in field.shape)
     slopes = (anomaly * south[:, None]).mean(), (anomaly * east).mean()
-    return [float(values.mean()), float(values.std()), *map(float, slopes)]
+    return [float(number) for number in (values.mean(), values.std()) + slopes]
 
 
 @dataclass(frozen=True)
@@ -61,6 +60,8 @@ class Identity:
     values: Values  # of its configuration
     more: dict[str, Any]  # entry "identity" of its manifest; empty in one of an older version
     crc32: int  # of its manifest
+    statistics: Numbers | None
+    grid: Grid | None
 
     @classmethod
     def of(cls, folder: Path) -> "Identity":
@@ -77,32 +78,32 @@ class Identity:
             known = ", ".join(MODELS)
             raise ConfigError(f"{folder}: its model.name = {name!r} is not in this version: {known}")
         manifest = read_manifest(folder)
-        return cls(folder, values, manifest.get("identity", {}), manifest["crc32"])
-
-    @property
-    def statistics(self) -> Numbers | None:
-        return self.more.get("statistics")
-
-    @property
-    def grid(self) -> Grid | None:
-        return Grid(**self.more["grid"]) if "grid" in self.more else None
+        more = manifest.get("identity", {})
+        grid = Grid(**more["grid"]) if "grid" in more else None
+        return cls(folder, values, more, manifest["crc32"], more.get("statistics"), grid)
 
     def check(self, config: Config, way_out: str, selection: Selection | None = None) -> None:
         """Raise ConfigError if `config`, or the data, give these weights another meaning."""
         ours, theirs = meaning(plain(config)), meaning(self.values)
         self._compare({key: (ours.get(key), theirs.get(key)) for key in theirs | ours}, way_out)
+        # -- the data: grid, units, constant fields
         if selection is None or not self.more:
             return
         archive, pairs = selection.archive, {}
         if self.grid and not self.grid.same_as(archive.grid):
-            pairs["the grid of data.path"] = describe_grid(archive.grid), describe_grid(self.grid)
+            texts = []
+            for grid in (archive.grid, self.grid):
+                ends = [f"{axis[0]:g} to {axis[-1]:g}" for axis in (grid.latitude, grid.longitude)]
+                shape = f"{len(grid.latitude)} x {len(grid.longitude)}"
+                texts.append(f"{shape}, latitudes {ends[0]}, longitudes {ends[1]}")
+            pairs["the grid of data.path"] = texts[0], texts[1]
         for name, unit in self.more["units"].items():
-            if plain_units(archive.units(name)) != plain_units(unit):
+            if (plain_units(archive.units(name)) or "1") != (plain_units(unit) or "1"):
                 pairs[f"the units of {name} in data.path"] = archive.units(name), unit
         for name, numbers in self.more.get("static", {}).items():
             here = static_numbers(selection.static[name])
             if not np.allclose(here, numbers, rtol=1e-3, atol=1e-3 * numbers[1]):
-                texts = [f"mean {mean:.5g}, deviation {std:.5g}" for mean, std, *_ in (here, numbers)]
+                texts = [f"mean {values[0]:.5g}, deviation {values[1]:.5g}" for values in (here, numbers)]
                 pairs[f"the field {name}"] = texts[0], texts[1]
         self._compare(pairs, f"read data with the same, or {way_out}")
 
@@ -123,11 +124,6 @@ class Identity:
         for key, (ours, theirs) in pairs.items():
             if ours != theirs:
                 raise ConfigError(f"{key} = {ours!r}: {self.folder} was trained with {theirs!r}; {way_out}")
-
-
-def describe_grid(grid: Grid) -> str:
-    corners = [f"{axis[0]:g} to {axis[-1]:g}" for axis in (grid.latitude, grid.longitude)]
-    return f"{grid.shape[0]} x {grid.shape[1]}, latitudes {corners[0]}, longitudes {corners[1]}"
 
 
 def plain(config: Config) -> Values:
@@ -154,25 +150,16 @@ def meaning(values: Values) -> dict[str, Any]:
     return settings | {f"data.{key}": expand_levels(data[key], data["levels"]) for key in ROLES}
 
 
-def plain_units(text: str) -> str:
-    """Return units in one spelling: "m**2 s**-2", "m^2/s^2" and "m2 s-2" are the same."""
-    text = re.sub(r"\*\*|\^", "", text.strip())
-    text = re.sub(r"\s*/\s*([A-Za-z]+)(\d*)", lambda m: f" {m[1]}-{m[2] or 1}", text)
-    return "1" if text in ("", "~", "(0 - 1)", "0-1", "dimensionless", "fraction") else text
-
-
 NEW_RUN = "choose another job.dump_folder for a new run, with checkpoint.initial_load_path for these weights"
 
 
 def check_resume(config: Config, selection: Selection) -> Identity | None:
-    """Return the identity of the checkpoint that a run resumes from, None for a new run. Damaged checkpoints
-    are handled by `Checkpointer.newest`.
-
-    Raises ConfigError if the identity differs from the run's, DataError if a file cannot be read.
+    """Return the identity of the checkpoint that a run resumes from, None for a new run. Raises ConfigError
+    if it differs from the run's, DataError if a file cannot be read.
     """
     folder = config.dump_folder / "checkpoints"
     for step in reversed(complete_steps(folder)) if config.checkpoint.enable else ():
-        with suppress(Damaged):
+        with suppress(Damaged):  # which `Checkpointer.newest` handles
             identity = Identity.of(step_folder(folder, step))
             identity.check(config, NEW_RUN, selection)
             return identity

@@ -67,7 +67,8 @@ def find_trained(config: Config, selection: Selection) -> Trained:
     Raises ConfigError if there is none, or the configuration or the data give its weights another meaning,
     DataError if the statistics of its run are missing.
     """
-    checkpoint = find_checkpoint(*checkpoint_source(config))
+    key, source = checkpoint_source(config)
+    checkpoint = find_checkpoint(key, source)
     folder = checkpoint.folder
     identity = Identity.of(folder)
     identity.check(config, "take the config.toml of that checkpoint", selection)
@@ -75,7 +76,7 @@ def find_trained(config: Config, selection: Selection) -> Trained:
         raise DataError(f"{folder}: its manifest has no statistics; resume its run, which adds them")
     # The data of the training may be deleted since.
     mean, std, change = (np.asarray(identity.statistics[name]) for name in ("mean", "std", "change_std"))
-    mean_field = np.broadcast_to(mean[:, None, None], (len(mean), *identity.grid.shape))
+    mean_field = np.broadcast_to(mean[:, None, None], (len(mean),) + identity.grid.shape)
     dates = np.zeros(0, "datetime64[s]")
     statistics = Statistics(mean, std, change, mean_field, dates=dates, fingerprint="")
     averaged = any(name.startswith("ema.") for name in stored_tensors(folder))
@@ -96,18 +97,6 @@ def load_weights(trained: Trained, parameters: Parameters) -> None:
 
 
 # -- as initial weights ----------------------------------------------------------------------------------
-
-
-def start_from(config: Config, parameters: Parameters, grid: Grid) -> None:
-    """Fill a new run's weights from `checkpoint.initial_load_path`. Raises ConfigError if they do not fit.
-
-    grid: that of this run's data.
-    """
-    checkpoint = find_checkpoint(KEY, config.checkpoint.initial_load_path)
-    identity = Identity.of(checkpoint.folder)
-    identity.check_model(config, f"{KEY} needs the [model] of that run")
-    with checkpoint.lock:
-        load_initial_weights(identity, parameters, Channels.of(config.data, config.model.noise_dim), grid)
 
 
 def load_initial_weights(identity: Identity, parameters: Parameters, new: Channels, grid: Grid) -> None:

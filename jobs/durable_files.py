@@ -24,8 +24,7 @@ def replacing(path: Path) -> Iterator[Path]:
             os.fsync(file.fileno())
         os.replace(partial, path)
     except BaseException:
-        with suppress(FileNotFoundError):
-            partial.unlink()
+        partial.unlink(missing_ok=True)
         raise
     sync_folder(path.parent)
 
@@ -62,24 +61,21 @@ class Journal:
     """The records of a run, written by one rank. Lines that do not fit on a full disk are written later."""
 
     def __init__(self, path: Path) -> None:
-        self.path, self.waiting = path, []
+        self.path, self.waiting = path, ""
 
-    def write(self, *records: dict[str, Any]) -> None:
-        """Append records, and those that could not be written before."""
-        self.waiting += [json.dumps(record) + "\n" for record in records]
+    def write(self, record: dict[str, Any] | None = None) -> None:
+        """Append a record, after those that could not be written before."""
+        is_first = not self.waiting
+        self.waiting += json.dumps(record) + "\n" if record else ""
         try:
-            if self.waiting:
-                append_whole(self.path, "".join(self.waiting))
-                self.waiting = []
+            append_whole(self.path, self.waiting)
+            self.waiting = ""
         except OSError as error:
-            if len(self.waiting) == 1:
+            if is_first:
                 logger.warning("%s: %s; its lines are kept until they can be written", self.path, error)
 
     def forget_after(self, step: int, key: str = "") -> int:
-        """Drop the records of later steps, which will be repeated, and that of `step` if it has the key.
-
-        Returns the last recorded step, 0: none.
-        """
+        """Drop the records of later steps, and of `step` if it has the key. Return the last step, or 0."""
         self.close()
         records = read_records(self.path)
         remain = [r for r in records if r["step"] < step or (r["step"] == step and not (key and key in r))]
@@ -91,9 +87,10 @@ class Journal:
         return max((record["step"] for record in records), default=0)
 
     def close(self) -> None:
-        self.write()
         if self.waiting:
-            logger.warning("%s: its last %d lines could not be written", self.path, len(self.waiting))
+            self.write()
+        if lines := self.waiting.count("\n"):
+            logger.warning("%s: its last %d lines could not be written", self.path, lines)
 
 
 def read_records(path: Path) -> list[dict[str, Any]]:

@@ -20,10 +20,6 @@ class Activity:
     """Activity of a rank, set by its main thread. The start and the end of a phase count as progress."""
 
     def __init__(self) -> None:
-        self.restart()
-
-    def restart(self) -> None:
-        """Begin a run."""
         self.long_seconds = 0.0  # in validations and saves so far
         self.start_phase("start", 0)
 
@@ -39,7 +35,7 @@ class Activity:
     def phase(self, name: str) -> Iterator[None]:
         """Mark a phase inside the present ones."""
         outer, started = self.phases, time.monotonic()
-        self.phases, self.since = (*outer, name), started
+        self.phases, self.since = outer + (name,), started
         try:
             yield
         finally:

@@ -24,7 +24,7 @@ class LogHandler(logging.StreamHandler):
 def start_logging(is_first: bool) -> None:
     """Log all messages of rank 0, one line each; of other ranks warnings and errors only."""
     logging.basicConfig(handlers=[LogHandler()], format="%(asctime)s  %(message)s", datefmt="%H:%M:%S")
-    sys.excepthook = lambda *error: sys.stderr.write(without_secrets("".join(format_exception(*error))))
+    sys.excepthook = lambda _, error, __: sys.stderr.write(without_secrets("".join(format_exception(error))))
     logging.getLogger().setLevel(logging.INFO if is_first else logging.WARNING)
     # Known warnings of every rank: gloo has no all-to-all, a mesh of two axes is reduced one axis after the
     # other, and nothing here writes into the output of FSDP's modules.

@@ -69,20 +69,22 @@ class Agreement:
     def _on_signal(self, number: int, frame: FrameType | None = None) -> None:
         """Called by the watchdog's thread, or without one by Python in the main thread."""
         watchdog, reason = self.watchdog, self._reason(number * RANKS + self.rank)
-        if watchdog.thread.is_alive() and threading.current_thread() is not watchdog.thread:
+        if watchdog.is_alive() and threading.current_thread() is not watchdog:
             return
         if number == signal.SIGINT and self.request:
             watchdog.end("interrupted again: ended without a save", INTERRUPTED)
+        # -- in the loop: the next step boundary
         if self.is_waiting:
             if not self.request and not is_of_torchelastic(number):
                 logger.info(f"{reason} in step {activity.step}: the run saves and ends")
             self.request = self.request or number * RANKS + self.rank
             watchdog.is_asked_to_stop = True
             return
+        # -- outside of it: the end
         message, code = self.ending or describe_early_end(number)
         message = f"{reason}: {message}" if self.ending else message
         watchdog.is_asked_to_stop = True
-        if is_of_torchelastic(number) and watchdog.thread.is_alive():
+        if is_of_torchelastic(number) and watchdog.is_alive():
             watchdog.lost = True  # so that a rank that has failed is found and named first
             watchdog.end_later = time.monotonic() + AFTER_LOSS_SECONDS + 2.0, message, code
         else:
@@ -92,7 +94,7 @@ class Agreement:
         self.is_waiting, self.boundary = True, time.monotonic() - activity.long_seconds
         return self
 
-    def __exit__(self, kind: Any, *error: object) -> None:
+    def __exit__(self, kind: Any, error: object, trace: object) -> None:
         if kind is None and self.exchange:  # else the watchdog ends this rank
             self.exchange.wait()  # a process that ends meanwhile would break the others' connections
 
@@ -112,17 +114,19 @@ class Agreement:
         return (f"{self.stop}: {self.ending[0]}", EXIT_SAVED) if self.stop else ("done", 0)
 
     def decide(self, seconds: float = 0.0) -> str:
-        """Return why all ranks save and end after this step, if one of them requested it after the previous
-        step; "" to continue.
-
-        seconds: duration of saves and validations until the step boundary after the next.
+        """Return why all ranks save and end after this step, if one requested it after the previous step, or
+        "". seconds: duration of saves and validations until the step boundary after the next.
         """
-        # Without the seconds of validations and saves.
+        # -- seconds of a step, without validations and saves
         started, self.boundary = self.boundary, time.monotonic() - activity.long_seconds
         self.num_steps += 1
+        if self.num_steps == 1:  # which compiles, on some ranks for longer
+            dist.barrier(self.group)
+            self.watchdog.trained = True
         if self.num_steps == 2:
-            self.recent.clear()  # the first step compiles
+            self.recent.clear()
         self.recent.append(self.boundary - started)
+        # -- the answer to what all ranks requested at the last step boundary
         if self.exchange:
             self.exchange.wait()  # raises if another rank has ended
             self.exchange = None
@@ -132,6 +136,7 @@ class Agreement:
         self.stop = self._reason(int(self.asked))
         if self.stop and not self.request:  # of another rank, or of the time: not logged yet
             logger.info(f"{self.stop} in step {activity.step}: the run saves and ends")
+        # -- the requests of this one, answered at the next
         if not self.stop and not self.is_single:
             self.asked = own
             self.exchange = dist.all_reduce(self.asked, dist.ReduceOp.MAX, self.group, async_op=True)

@@ -9,6 +9,7 @@ import os
 import signal
 import socket
 import threading
+from collections.abc import Iterable
 from typing import Any
 
 import errors
@@ -17,11 +18,10 @@ from errors import EXIT_SAVED, INTERRUPTED, STOP_SIGNALS
 TRAINER = "ROSSBY_TRAINER"  # environment variable of a trainer's processes: its process id
 
 
-def handle_stop_signals(handler: Any, *only: int) -> None:
-    """Set the handler (or SIG_IGN) of signals that ask a program to end, or of some, and unblock them."""
-    for number in STOP_SIGNALS:
-        if number in only or not only:
-            signal.signal(number, handler)
+def handle_stop_signals(handler: Any, numbers: Iterable[int] = STOP_SIGNALS) -> None:
+    """Set the handler (or SIG_IGN) of these signals, and unblock all that ask a program to end."""
+    for number in numbers:
+        signal.signal(number, handler)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
 
 
@@ -42,7 +42,7 @@ def end_at_signals(trains: bool = False) -> None:
             os.write(2, f"rossby: {text}\n".encode())  # print fails where the signal interrupted a print
         errors.exit_now(code)
 
-    handle_stop_signals(end, *(() if trains else (signal.SIGINT,)))
+    handle_stop_signals(end, [number for number in STOP_SIGNALS if trains or number == signal.SIGINT])
 
 
 def describe_early_end(number: int) -> tuple[str, int]:

@@ -71,14 +71,13 @@ def attempts(marker: str = "") -> list[Path]:
 
 
 def forward_signals(numbers: socket.socket) -> None:
-    """Send each signal to the ranks alone: torchelastic sends it to the processes that write checkpoints too,
-    which would end before the save. Before there are ranks, and at a second Ctrl-C, end at once, unless the
-    run has ended.
-    """
+    """Send each signal to the ranks. Before there are ranks, and at a second Ctrl-C, end at once."""
     while True:
         (number,) = numbers.recv(1)
         if attempts(errors.ENDED):
             continue
+        # To the ranks alone: torchelastic sends it to processes that write checkpoints too, which would end
+        # before the save.
         again, Node.stopping = number == signal.SIGINT and Node.stopping, True
         for folder in attempts():
             (folder / errors.SIGNALLED).touch()
@@ -101,8 +100,9 @@ def forward_signals(numbers: socket.socket) -> None:
 
 def run_ranks(argv: list[str]) -> int:
     """Run the ranks of this node and return their exit code. Raises RunFailed if the nodes do not meet."""
-    args = parse_args(["--rdzv-endpoint=127.0.0.1:0", "--signals-to-handle=SIGQUIT", *argv])
+    args = parse_args(["--rdzv-endpoint=127.0.0.1:0", "--signals-to-handle=SIGQUIT"] + argv)
     args.rdzv_backend, args.rdzv_conf = BACKEND, f"rank={args.node_rank}"
+    # -- an address that other nodes reach
     host = args.rdzv_endpoint.rpartition(":")[0]
     is_name = not re.fullmatch(r"localhost|[\d.]+|.*:.*", host)
     if args.node_rank == 0 and args.nnodes != "1" and is_name:
@@ -110,6 +110,7 @@ def run_ranks(argv: list[str]) -> int:
             if socket.gethostbyname(host) == DEBIANS_HOST:
                 reason = f"on this node {host} is {DEBIANS_HOST}, which no other node reaches (/etc/hosts)"
                 errors.refuse("RDZV_ENDPOINT", args.rdzv_endpoint, f"{reason}; name another address")
+    # -- the ranks, until all have ended
     try:
         run(args)
     except ChildFailedError as error:
@@ -119,6 +120,7 @@ def run_ranks(argv: list[str]) -> int:
             codes |= {EXIT_SAVED for code in codes if -code in STOP_SIGNALS}
         if known := [code for code in (errors.BAD_INPUT, errors.INTERRUPTED, EXIT_SAVED) if code in codes]:
             return known[0]
+        # Of a failure a line, unless a rank has reported it.
         how = f"was killed by {first.signal_name()}" if first.exitcode < 0 else f"ended with {first.exitcode}"
         if not attempts(errors.REPORTED):
             print_message(f"rank {rank} (pid {first.pid}) {how}")
@@ -143,7 +145,7 @@ def main() -> None:
     rendezvous_handler_registry.register(BACKEND, Node)
     with errors.one_line_errors():
         try:
-            code = run_ranks([f"--log-dir={Node.log_folder}", *sys.argv[1:]])
+            code = run_ranks([f"--log-dir={Node.log_folder}"] + sys.argv[1:])
             handle_stop_signals(signal.SIG_IGN)  # the code is known
         finally:
             shutil.rmtree(Node.log_folder, ignore_errors=True)

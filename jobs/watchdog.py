@@ -65,14 +65,11 @@ class Heartbeat:
 
 
 def find_stalled_ranks(ranks: Sequence[Heartbeat], silence: float) -> tuple[list[Heartbeat], str] | None:
-    """Return the ranks that stop the run and the reason; None while there is none.
-
-    silence: seconds without a heartbeat after which a rank is taken for dead. A rank with a heartbeat is
-    stalled when it is over its limit and does not merely wait for a rank that is behind it.
-    """
+    """Return the ranks that stop the run and the reason; None while there is none. silence: `Watchdog`'s."""
     if silent := [rank for rank in ranks if rank.silent > silence]:
         longest = max(rank.silent for rank in silent)
         return silent, f"no heartbeat for {longest:.0f} s: stopped, dead, or its host cannot be reached"
+    # A rank with a heartbeat is stalled when it is over its limit and does not merely wait for one behind it.
     busy = [rank for rank in ranks if not rank.waits]
     if not busy and any(rank.silent > NO_HEARTBEAT for rank in ranks):
         return None  # the others wait for a silent rank, which the check above will find soon
@@ -101,18 +98,20 @@ def is_lost_connection(error: BaseException) -> bool:
     return is_named or isinstance(error, dist.DistError)
 
 
-class Watchdog:
+class Watchdog(threading.Thread):
     """Thread that watches this rank and the others, inside the context or until `stop`."""
 
     def __init__(self, folder: Path, comm: Comm) -> None:
         """folder: the run's; stacks go to hang/ in it."""
+        super().__init__(name="watchdog", daemon=True)
         self.folder = folder
         self.long_limit, self.short_limit = comm.timeout_seconds, comm.train_timeout_seconds
         self.group_seconds = self.long_limit + EXPLAIN_SECONDS
         self.rank, self.world_size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
         self.parent, self.has_launcher = os.getppid(), "TORCHELASTIC_RUN_ID" in os.environ
         self.attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-        self.trained = self.lost = self.owns_folder = self.is_asked_to_stop = self.is_unwritable = False
+        self.trained = False  # all ranks have compiled, so that `comm.train_timeout_seconds` applies
+        self.lost = self.owns_folder = self.is_asked_to_stop = self.is_unwritable = False
         self.comparison: dict[str, float] = {}  # of planned and measured steps, for status.json
         self.selection: Any = None  # of the run's data, for a report of memory that runs out
         self.last: dict[int, tuple[bytes, float]] = {}  # rank -> its last heartbeat, and when it changed
@@ -122,12 +121,11 @@ class Watchdog:
         self.stopped = threading.Event()
         self.ends = threading.Lock()  # of the thread that ends this process
         self.end_later: tuple[float, str, int] | None = None  # time, message and code
-        self.thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
 
     def __enter__(self) -> "Watchdog":
-        activity.restart()
+        activity.start_phase("start", 0)
         self.signals = signal_socket()
-        self.thread.start()
+        self.start()
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
@@ -138,10 +136,10 @@ class Watchdog:
     def stop(self) -> None:
         """Let ranks end from now on. Called after the last barrier."""
         self.stopped.set()
-        if self.thread.is_alive():
+        if self.is_alive():
             if (waker := signal.set_wakeup_fd(-1)) >= 0:
                 os.write(waker, b"\0")
-            self.thread.join(timeout=2 * STORE_SECONDS)
+            self.join(timeout=2 * STORE_SECONDS)
 
     def begin(self, step: int) -> None:
         """Start to write status.json: from now on the run's folder is this run's. step: the last one."""
@@ -162,12 +160,6 @@ class Watchdog:
                 print_message(f"{self.folder}: status.json is not written: {error}")
             self.is_unwritable = True
 
-    def step_done(self, group: dist.ProcessGroup) -> None:
-        """Apply `comm.train_timeout_seconds` once all ranks have compiled, with the first step."""
-        if not self.trained:
-            dist.barrier(group)
-            self.trained = True
-
     def heartbeat(self) -> Heartbeat:
         """Return the state of this rank."""
         is_long = not self.trained or LONG_PHASES & set(activity.phases)
@@ -181,18 +173,17 @@ class Watchdog:
         return Heartbeat(self.rank, host, os.getpid(), activity.step, phase, seconds, limit, waits, self.lost)
 
     def silence(self, is_lost: bool = False) -> float:
-        """Return the seconds without a heartbeat after which a rank is taken for dead.
-
-        is_lost: a connection has broken, so that one of the ranks probably is.
-        """
+        """Return the seconds without a heartbeat after which a rank is taken for dead."""
         limit = self.short_limit if self.trained else self.long_limit
         if self.is_asked_to_stop:  # perhaps by the launcher, because another rank is dead
             limit = min(limit, EXPLAIN_SECONDS)
+        # A connection has broken: one of the ranks probably is dead.
         return min(limit, AFTER_LOSS_SECONDS) if is_lost else limit
 
     # -- the thread
 
-    def _watch(self) -> None:
+    def run(self) -> None:
+        """Called by `start` in the thread."""
         while not self.stopped.is_set():
             if self.has_launcher and os.getppid() != self.parent:
                 errors.exit_now(FAILED)  # the launcher was killed: nothing else would end this rank
@@ -211,7 +202,9 @@ class Watchdog:
                         f"no answer from {host}, {reason}; rank {self.rank} ends in step {activity.step}"
                     )
             if self.end_later and time.monotonic() > self.end_later[0]:
-                self.end(*self.end_later[1:])
+                _, message, code = self.end_later
+                self.end(message, code)
+            # -- until the next heartbeat, signals, which handlers get here
             if select.select([self.signals], [], [], INTERVAL)[0]:
                 for number in filter(None, self.signals.recv(64)):
                     handler = signal.getsignal(number)
@@ -224,9 +217,10 @@ class Watchdog:
         """
         mine = self.heartbeat()
         if self.world_size > 1 and self.store is None:
-            address = (os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
-            socket.create_connection(address, timeout=STORE_SECONDS).close()  # torch would print C++ frames
-            store = TCPStore(*address, is_master=False, timeout=timedelta(seconds=STORE_SECONDS))
+            host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+            # Where nobody listens torch would print C++ frames.
+            socket.create_connection((host, port), timeout=STORE_SECONDS).close()
+            store = TCPStore(host, port, is_master=False, timeout=timedelta(seconds=STORE_SECONDS))
             # Its time-out counts for waiting alone: an answer that never comes would block for ever.
             if descriptor := re.search(r"client=.*?fd=(\d+)", repr(store)):
                 with socket.socket(fileno=os.dup(int(descriptor[1]))) as connection:
@@ -242,29 +236,31 @@ class Watchdog:
             for rank in ranks:
                 if rank not in self.last:  # a key that is not there would be waited for
                     self.store.compare_set(f"rank/{rank}", "", json.dumps(asdict(Heartbeat(rank))))
-            reason, *texts = self.store.multi_get(["shutdown", *(f"rank/{rank}" for rank in ranks)])
-            if reason.decode() != NO_REASON:
-                self.end("", int(reason.split()[0]))
+            # All in one request: of 300 ranks, too.
+            texts = self.store.multi_get(["shutdown"] + [f"rank/{rank}" for rank in ranks])
+            if texts[0].decode() != NO_REASON:
+                self.end("", int(texts[0].split()[0]))
             heartbeats, now = [], time.monotonic()
-            for rank, text in zip(ranks, texts, strict=True):
+            for rank, text in zip(ranks, texts[1:], strict=True):
                 if self.last.get(rank, (b"", 0.0))[0] != text:
                     self.last[rank] = (text, now)
                 heartbeats.append(replace(Heartbeat(**json.loads(text)), silent=now - self.last[rank][1]))
+        # -- rank 0 judges all ranks; the others only whether rank 0 is there
         silence = self.silence(self.lost or any(rank.lost for rank in heartbeats))
         if self.rank == 0 or heartbeats[0].silent > max(silence, NO_HEARTBEAT):
-            if stalled := find_stalled_ranks(heartbeats, silence):
-                self.end(f"{format_report(*stalled)}; stacks: {self.folder / 'hang'}")
+            if problem := find_stalled_ranks(heartbeats, silence):
+                stalled, reason = problem
+                self.end(f"{format_report(stalled, reason)}; stacks: {self.folder / 'hang'}")
 
     # -- the end
 
     def end(self, message: str, code: int = FAILED) -> NoReturn:
         """End this rank and all others. If several ranks have a message, only the first is reported: the one
         that sets the shutdown reason, or the first of its host where the store does not answer.
-
-        Where the thread of the watchdog calls it, the main thread may hang: its stack is written.
         """
         if not self.ends.acquire(blocking=False):
             time.sleep(2 * EXPLAIN_SECONDS)  # the other thread of this rank ends the process
+        # -- the reason, of the first rank that has one
         is_first = bool(message)
         # Without its host a store may never answer.
         if is_first and self.store and time.monotonic() - self.contact < STORE_SECONDS:
@@ -274,8 +270,8 @@ class Watchdog:
         if is_first and errors.is_reporting_rank():
             print_message(message)
             self.write_status(code, message)
-        if code == FAILED and threading.current_thread() is self.thread:
-            # The stacks of all threads, and what NCCL's flight recorder has, for torchfrtrace.
+        # -- if the main thread may hang, all stacks, and NCCL's flight recording (torchfrtrace)
+        if code == FAILED and threading.current_thread() is self:
             c10d, folder = importlib.import_module("torch._C._distributed_c10d"), self.folder / "hang"
             try:
                 folder.mkdir(parents=True, exist_ok=True)
@@ -288,7 +284,7 @@ class Watchdog:
                     (folder / f"nccl_{self.rank}").write_bytes(dump())
             except OSError as error:
                 print_message(f"{self.folder}: no stacks written: {error}")
-        # Without a launcher the store is this process or rank 0's, which waits until all have the reason.
+        # -- without a launcher the store is this process or rank 0's, which waits until all have the reason
         if self.store and not self.has_launcher:
             deadline = time.monotonic() + LINGER_SECONDS
             with suppress(dist.DistError):
@@ -301,16 +297,13 @@ class Watchdog:
         errors.end_process(code)
 
     def end_with(self, error: Exception) -> None:
-        """End this rank and all others with an exception of the main thread. A single rank returns.
-
-        A broken connection is caused by another rank, which the shutdown reason names.
-        """
+        """End this rank and all others with an exception of the main thread. A single rank returns."""
         text, code = errors.one_line(error), errors.exit_code(error)
         message = text or f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
         if self.world_size == 1:
             self.write_status(code, message)
         elif not text:
-            if is_lost_connection(error):
+            if is_lost_connection(error):  # caused by another rank, which the shutdown reason names
                 self.lost, self.loss = True, error
                 time.sleep(EXPLAIN_SECONDS)  # the thread ends the process as soon as there is a reason
             sys.excepthook(type(error), error, error.__traceback__)  # which hides secrets

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from checkpoints.checkpointer import Checkpointer
 from config import Checkpoint
 from tests.parity import Layout, SmallRun, cp, full, pp, replicate, tp
-from training.restart import resume
+from training.run_folder import resume
 from training.state import TrainState
 
 STEPS, MORE = 2, 2  # before the save, and after it

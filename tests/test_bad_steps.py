@@ -9,7 +9,7 @@ from tests.parity import Layout, SmallRun
 from tests.test_checkpoint import Run, build  # noqa: F401  (a fixture)
 from training.bad_steps import WINDOW, BadSteps, TrainingDiverged
 from training.due import Rollouts
-from training.restart import Restart
+from training.run_folder import Restart
 
 CPU = torch.device("cpu")
 NAN = float("nan")

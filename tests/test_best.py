@@ -185,7 +185,7 @@ def test_a_validation_that_a_kill_took_is_made_up(tmp_path):
     files = ["--job.config_file", str(write_config(tmp_path)), "--job.dump_folder", str(tmp_path / "run")]
     words += ["--validation.plots=false"]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("training.validator.Validator._score", lambda *_: sys.exit("killed"))
+        patch.setattr("training.validator.Validation.run", lambda *_: sys.exit("killed"))
         with pytest.raises(SystemExit, match="killed"):
             run_train(*files, *words, "--training.steps=4")
     run_train(*files, *words, "--training.steps=4")

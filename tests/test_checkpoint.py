@@ -26,7 +26,7 @@ from training.bad_steps import BadSteps
 from training.batches import choose_global_batch
 from training.gradients import LossScaler, total_norm
 from training.optimizers.build import parameter_groups, set_lr
-from training.restart import resume
+from training.run_folder import resume
 from training.state import Progress, TrainState
 
 MODES = ("disabled", "async", "async_with_pinned_mem")
@@ -79,6 +79,7 @@ def build(one_rank, tmp_path):
             checkpointer.close()
         settings = Checkpoint(async_mode=mode, keep_latest_k=keep)  # type: ignore[arg-type]
         made[:] = [Checkpointer(folder, settings, "x = 1", {"layout": {"dp_shard": 1}})]
+        made[0].start_process()
         return made[0]
 
     yield build
@@ -347,6 +348,7 @@ from parallelisms.mesh import start_ranks
 if __name__ == "__main__":
     start_ranks(60, "gloo")
     checkpointer = Checkpointer(Path(sys.argv[1]), Checkpoint(), "", {})
+    checkpointer.start_process()
 """
 ORPHAN = """
     child = checkpointer.process.started.result()._save_process.pid

@@ -27,8 +27,7 @@ from checkpoints.files import (
 from checkpoints.identity import Identity
 from errors import DataError, one_line
 from tests.test_checkpoint import Run, build  # noqa: F401  (a fixture)
-from training.restart import resume
-from training.run_folder import lock_folder
+from training.run_folder import lock_folder, resume
 
 
 def shard(folder: Path) -> Path:

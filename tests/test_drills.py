@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 from tests.parity import Layout, SmallRun, replicate, tp
 from tests.started_jobs import ROOT, small_dataset, small_wave, write_config
 from tests.test_start_checks import small  # noqa: F401  (a fixture)
-from training.fingerprints import Fingerprints, ReplicasDiverged, sum_of_bits
+from training.bad_steps import Fingerprints, ReplicasDiverged, sum_of_bits
 
 LARGE = ["--model.dim", "128", "--model.patch_size", "[1,1]", "--training.local_batch_size", "256"]
 USUAL = re.compile(r"rank +\d: \w+ \d$|[\d:]+  (2 ranks|train: |[\d.]+ M parameters, |step +\d+/|saved )")

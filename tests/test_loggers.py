@@ -102,20 +102,16 @@ def test_a_logger_is_a_module_with_its_name(one_rank, tmp_path, monkeypatch):
 
 
 def test_a_store_that_only_appends_is_told_each_step_once(tmp_path):
-    path, names = tmp_path / "run.json", iter("abcd")
-
-    def start(resume_step: int, written: int, store: str = "s") -> StoredRun:
-        return StoredRun(path, store, resume_step, written, lambda: next(names))
-
-    first = start(0, 0)
+    path = tmp_path / "run.json"
+    first = StoredRun(path, 0, 0)
     assert all(first.lacks(step) for step in (1, 2, 3, 3))  # a validation has its step's number
     first.restart()
     assert [first.lacks(step) for step in (2, 3, 4)] == [False, False, True]
-    second = start(2, 7)  # killed after step 7, and again after step 3
-    third = start(2, 3)
-    assert second.id == third.id == first.id == "a"
+    second = StoredRun(path, 2, 7)  # killed after step 7, and again after step 3
+    third = StoredRun(path, 2, 3)
+    assert second.id == third.id == first.id
     assert [third.lacks(step) for step in (3, 7, 8)] == [False, False, True]
-    assert start(2, 8, store="elsewhere").id == "b" and start(0, 8, store="elsewhere").id == "c"
+    assert StoredRun(path, 0, 8).id != first.id
 
 
 # -- Weights & Biases: one run across a resume

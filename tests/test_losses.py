@@ -14,7 +14,6 @@ from datasets.grid import area_weights, global_grid
 from tests.parity import Layout, SmallRun, cut
 from training.losses.pointwise import (
     PENALTIES,
-    change_weights,
     fused_sum_of_costs,
     mean_weights,
     relative_l2_weights,
@@ -116,11 +115,6 @@ def test_shares_of_pieces_add_up_to_the_loss_and_its_gradient():
     gradients = [shard.grad for shard in shards if shard.grad is not None]
     assert whole.grad is not None and len(gradients) == 2
     torch.testing.assert_close(torch.cat(gradients, dim=3), whole.grad)
-
-
-def test_weights():
-    assert change_weights(torch.tensor([0.5, 2.0])).tolist() == [4, 0.25]
-    assert change_weights(torch.tensor([0.5, 2.0]), power=1).tolist() == [2, 0.5]
 
 
 def test_every_loss_of_the_configuration_has_a_penalty():

@@ -13,9 +13,8 @@ from torch.distributed.tensor import DTensor
 
 from config import LrScheduler, Optimizer
 from tests.parity import Layout, SmallRun, full
-from training.optimizers.build import build_optimizer
+from training.optimizers.build import DECAYS, SCALINGS, build_optimizer, learning_rate, peak_lr
 from training.optimizers.layerwise import SharedSums
-from training.optimizers.lr_schedules import DECAYS, SCALINGS, lr_factor, peak_lr
 from training.state import EMA
 
 
@@ -40,6 +39,13 @@ def test_schedules_have_every_choice_of_the_configuration() -> None:
 
 
 # -- learning rates
+
+
+def lr_factor(
+    step: int, steps: int, warmup_steps: int, decay: Any, min_factor: float, decay_ratio: float = 1.0
+) -> float:
+    schedule = LrScheduler(warmup_steps, decay, decay_ratio, min_factor)
+    return learning_rate(Optimizer(lr=1.0, lr_reference_batch_size=0), schedule, steps, 1, step)
 
 
 @pytest.mark.parametrize(("decay", "middle"), [("cosine", 0.5), ("linear", 0.5), ("constant", 1.0)])

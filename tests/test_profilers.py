@@ -8,7 +8,7 @@ import torch
 
 from config import Config, Job, Profiling
 from jobs.heartbeat import activity, span
-from training.profiler import Profiler
+from training.metrics import Profiler
 
 
 def steps(folder: Path, number: int, **settings: int | bool) -> None:

@@ -19,7 +19,7 @@ from tests.parity import Layout, SmallRun
 from tests.planned import run_train
 from tests.resharding import KINDS
 from tests.started_jobs import losses, run_options, small_dataset, small_wave, write_config
-from training.restart import Restart, load
+from training.run_folder import Restart, load
 
 PERIODS = {"train_period": ["2020-01-01", "2020-01-09"], "validation_period": ["2020-01-11", "2020-01-12"]}
 FOLDERS = {"train", "training", "checkpoints", "verification", "parallelisms", "models", "datasets"}
@@ -104,7 +104,7 @@ def run_with_a_bad_step(tmp_path, monkeypatch) -> list[dict[str, dict[str, Any]]
 
 
 def test_all_that_remembers_steps_restarts(run_with_a_bad_step):
-    """A class that is not in REMEMBER and changes from step to step belongs into training.restart.Restart."""
+    """A class that is not in REMEMBER and changes from step to step belongs into run_folder.Restart."""
     at_step, later, again = run_with_a_bad_step
     remembers = {name for name in at_step if changed(at_step[name], later.get(name, {}))}
     assert remembers <= REMEMBER.keys() | STEPLESS, remembers - REMEMBER.keys() - STEPLESS

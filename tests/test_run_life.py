@@ -19,10 +19,11 @@ import torch.distributed as dist
 
 import evaluate
 from checkpoints import checkpointer as saving
-from checkpoints import files, writer
+from checkpoints import files
 from checkpoints.checkpointer import Checkpointer, find_undamaged
 from checkpoints.files import Unreadable, clear_leftovers, complete_steps, prune, step_folder
 from config import Checkpoint, Config, Optimizer
+from config import Metrics as Settings
 from datasets.remote import NO_OPTIONS
 from errors import EXIT_SAVED, ConfigError, RunFailed
 from jobs import torchrun
@@ -33,9 +34,9 @@ from tests.started_jobs import ROOT, last_step, records, run_options, small_data
 from tests.test_checkpoint import Run, build  # noqa: F401  (a fixture)
 from tests.test_restart import save_two
 from training import run_folder
-from training.loggers.opening import Loggers
+from training.loggers.opening import open_loggers
 from training.metrics import Metrics
-from training.restart import Restart
+from training.run_folder import Restart
 from verification import validation
 
 
@@ -163,7 +164,7 @@ def test_errors_of_rank_0_alone_are_one_line_of_all_ranks(ranks, tmp_path):
 
 def test_a_last_save_that_fails_after_its_rename_is_there(build, tmp_path, monkeypatch):  # noqa: F811
     """All further tries ended with "Directory not empty", and the run with 1."""
-    run, plain, failed = Run(), writer.sync_folder, []
+    run, plain, failed = Run(), saving.sync_folder, []
 
     def sync_folder(path: Path) -> None:
         if path == tmp_path and not failed:
@@ -171,7 +172,7 @@ def test_a_last_save_that_fails_after_its_rename_is_there(build, tmp_path, monke
             raise OSError(errno.EIO, "Input/output error")
         plain(path)
 
-    monkeypatch.setattr(writer, "sync_folder", sync_folder)
+    monkeypatch.setattr(saving, "sync_folder", sync_folder)
     checkpointer = build()
     run.step()
     run.save(checkpointer)
@@ -203,10 +204,9 @@ def test_a_rollback_goes_to_the_oldest_checkpoint_and_may_take_long(build, monke
     assert LONG_PHASES & set(activity.phases)
 
 
-def test_a_logger_that_cannot_be_imported_is_a_warning(caplog):
-    loggers = Loggers()
-    loggers.open("tensorboard", "no_such_module")
-    assert "goes on without it" in caplog.text and not loggers.loggers
+def test_a_logger_that_cannot_be_imported_is_a_warning(one_rank, caplog):
+    config = Config(metrics=Settings(loggers=("no_such",)))  # type: ignore[arg-type]
+    assert not open_loggers(config, 0, 0).loggers and "goes on without it" in caplog.text
 
 
 # -- several nodes

@@ -2,6 +2,7 @@
 weights in one that accumulates gradients.
 """
 
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -9,16 +10,21 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from config import Config, Training
+from config import Checkpoint, Config, Metrics, Training, Validation
 from datasets.loader import TrainSampler
 from errors import DataError
 from parallelisms.mesh import from_first_rank
 from tests.parity import Layout, SmallRun
 from training.batches import Batches
-from training.due import COLLECT_EVERY, Schedule
+from training.due import COLLECT_EVERY, actions_after
 from training.state import Progress
 
-EVERY = Schedule(last=100, log=10, save=20, validate=30)
+EVERY = Config(
+    training=Training(steps=100),
+    metrics=Metrics(log_freq=10),
+    checkpoint=Checkpoint(interval=20),
+    validation=Validation(interval=30),
+)
 
 
 @pytest.mark.parametrize(
@@ -33,15 +39,15 @@ EVERY = Schedule(last=100, log=10, save=20, validate=30)
     ],
 )
 def test_what_is_due(step: int, expected: set[str]) -> None:
-    assert {name for name, value in EVERY.at(step)._asdict().items() if value} == expected
+    assert {name for name, value in actions_after(EVERY, step)._asdict().items() if value} == expected
 
 
 def test_what_changes_the_schedule() -> None:
     """Being asked to stop; checkpoints that are off."""
-    stopped = EVERY.at(30, asked_to_stop=True)
+    stopped = actions_after(EVERY, 30, asked_to_stop=True)
     assert stopped.save and stopped.log and not stopped.validate  # it is started again, and validates then
-    off = Schedule(last=100, log=10, save=0, validate=0)
-    assert not any(off.at(step, asked_to_stop=True).save for step in (5, 20, 100))
+    off = replace(EVERY, checkpoint=Checkpoint(enable=False))
+    assert not any(actions_after(off, step, asked_to_stop=True).save for step in (5, 20, 100))
 
 
 class CountingLoader:

@@ -60,10 +60,6 @@ class Assembly:
     normalizer: Normalizer
     conditions: Conditions
 
-    def describe(self) -> str:
-        channels = f"{self.meta_model.in_channels} channels in, {len(self.normalizer.mean)} out"
-        return f"{self.num_parameters / 1e6:.1f} M parameters, {channels}"
-
 
 def assemble(
     config: Config,

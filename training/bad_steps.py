@@ -3,24 +3,37 @@
 A step is bad if its loss or gradient is not finite, or (`training.spike_threshold`) if its loss is far above
 previous losses. The host reads the result only on logging and saving steps, when it waits for the device
 anyway.
+
+Fingerprints compare the weights of replicas, which start equal and take the same averaged gradients. With a
+faulty device, flipped bits in memory, or code that decides on one rank alone, replicas train different models
+while the loss continues to decrease. A fingerprint is the exact sum of a parameter's bits.
 """
 
 import logging
+import os
+import socket
 from zlib import crc32
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from config import Training
 from errors import RunFailed
-from training.due import Rollouts
+from parallelisms.float8 import plain_weight
+from parallelisms.mesh import from_all_ranks
+from parallelisms.parallelize import ParallelModel
+from training.due import Rollouts, every
 
 logger = logging.getLogger(__name__)
 WINDOW = 100  # steps in which bad ones are counted, and losses with which a spike is compared
 MOST_SKIPPED = 10  # of these steps; with one more the run goes back to its last good checkpoint
 ENOUGH = 20  # losses from which a median is computed
 TO_SIGMA = 1.4826  # the standard deviation of a normal distribution over its median absolute deviation
+FINGERPRINT_STEPS = 100  # between two comparisons of replicas
+INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes of a number
+MOST_NAMES = 3  # parameters in a message
 
 
 class TrainingDiverged(RunFailed):
@@ -53,11 +66,10 @@ class BadSteps:
         return {f"losses.{self.settings}": self.losses, "bad": self.bad}
 
     def judge(self, step: int, loss: Tensor, grad_norm: Tensor, may_overflow: Tensor | None = None) -> Tensor:
-        """Return True for a bad step, as a bool on the device; loss: this rank's, grad_norm: of all ranks.
-
-        If the loss of one rank is not finite, the gradient norm is not finite on all. may_overflow: whether
-        gradients may overflow, which the loss scaler handles; None: not in fp16.
+        """Return True for a bad step, as a bool on the device; loss: this rank's, grad_norm: of all ranks;
+        may_overflow: whether gradients may, which the loss scaler handles; None: not in fp16.
         """
+        # If the loss of one rank is not finite, the gradient norm is not finite on all.
         self.seen_here += ~torch.isfinite(loss)
         if self.spike_threshold or may_overflow is not None:
             loss = loss.clone()
@@ -79,11 +91,8 @@ class BadSteps:
         return bad
 
     def too_many(self, step: int, last: bool = False) -> bool:
-        """Return True if too many of the last 100 steps were skipped, or the last step of the run was.
-
-        Waits for the device and communicates with all ranks, so that they decide together.
-        """
-        # The counts of all ranks, on the host.
+        """Return True if too many of the last 100 steps were skipped, or the last step of the run was."""
+        # -- the counts of all ranks, on the host, so that they decide together
         counts = torch.cat([torch.stack([self.total, self.seen_here]), self.bad.long()])
         gathered = [torch.zeros_like(counts) for _ in range(dist.get_world_size())]
         dist.all_gather(gathered, counts)
@@ -91,7 +100,7 @@ class BadSteps:
         bad = table[:, 2:].any(0).tolist()
         recent = [s for s in range(max(step - WINDOW, 0) + 1, step + 1) if bad[s % WINDOW]]
 
-        # What is new is logged, with the ranks that have seen it.
+        # -- what is new is logged, with the ranks that have seen it
         total = int(table[:, 0].max())
         if total > self.skipped:
             ranks = table[:, 1].nonzero().flatten().tolist()
@@ -119,11 +128,85 @@ class BadSteps:
 
 
 def step_unless(bad: Tensor, optimizer: torch.optim.Optimizer) -> None:
-    """Take the optimiser's step, unless it is bad, which its fused kernel checks on the device.
-
-    For offloaded parameters the host waits for the flag, because torch's own copy would not wait.
-    """
+    """Take the optimiser's step, unless it is bad, which its fused kernel checks on the device."""
+    # For offloaded parameters the host waits for the flag, because torch's own copy would not wait.
     owned = (p.device for group in optimizer.param_groups for p in group["params"])
     flag = bad.float().to(next(owned, bad.device))
     optimizer.found_inf = flag  # type: ignore[attr-defined]  # torch's name, for its GradScaler
     optimizer.step()
+
+
+# -- weights of replicas
+
+
+class ReplicasDiverged(RunFailed):
+    """Error of ranks with different bits in weights that should be equal."""
+
+
+class Fingerprints:
+    """Compares every `FINGERPRINT_STEPS` steps and before every save, all ranks together."""
+
+    def __init__(self, model: ParallelModel) -> None:
+        self.last_equal = ""  # description of the last step at which all were equal
+        # "stage 0, fsdp 1, tp 0" -> the parameters of which this rank has that shard, by its coordinates on
+        # the axes that shard them
+        self.shards: dict[str, dict[str, Tensor]] = {}
+        for name, parameter in model.parameters.items():
+            coordinates = [f"stage {model.mesh.rank('pp')}"]
+            if isinstance(parameter, DTensor):
+                mesh = parameter.device_mesh
+                axes = zip(mesh.mesh_dim_names or (), mesh.shape, parameter.placements, strict=True)
+                for axis, size, placement in axes:
+                    if size > 1 and not placement.is_replicate():
+                        coordinates.append(f"{axis} {mesh.get_local_rank(axis)}")
+            self.shards.setdefault(", ".join(coordinates), {})[name] = parameter
+
+    def restart(self, step: int) -> None:
+        """Note that the weights are equal after `step`: a checkpoint was compared before it was saved."""
+        self.last_equal = f"after step {step}" if step else "as the run began"
+
+    @torch.no_grad()
+    def compare(self, step: int, saves: bool) -> None:
+        """Raise ReplicasDiverged on all ranks if two of them differ; then nothing is saved."""
+        if dist.get_world_size() == 1 or not (saves or every(FINGERPRINT_STEPS, step)):
+            return
+        sums: dict[str, dict[str, int]] = {}
+        for shard, parameters in self.shards.items():
+            values = torch.stack([sum_of_bits(parameter) for parameter in parameters.values()])
+            sums[shard] = dict(zip(parameters, values.tolist(), strict=True))
+        gathered = from_all_ranks((f"{socket.gethostname()}, pid {os.getpid()}", sums))
+
+        # -- in each shard, the parameters with different sums on the ranks that have it
+        for shard in dict.fromkeys(shard for _, of_rank in gathered for shard in of_rank):
+            of_ranks = {
+                rank: of_rank[shard] for rank, (_, of_rank) in enumerate(gathered) if shard in of_rank
+            }
+            names = []
+            for name in next(iter(of_ranks.values())):
+                values = [of_rank[name] for of_rank in of_ranks.values()]
+                if min(values) != max(values):
+                    names.append(name)
+            if not names:
+                continue
+            places = [f"rank {rank} ({gathered[rank][0]})" for rank in of_ranks]
+            more = f" and {len(names) - MOST_NAMES} more" if len(names) > MOST_NAMES else ""
+            raise ReplicasDiverged(
+                f"step {step}: replicas have diverged: {', '.join(places)} have different bits in "
+                f"{', '.join(names[:MOST_NAMES])}{more}; all were alike {self.last_equal}. A device that "
+                "computes wrong or memory that flips does this, or code that decides on one rank alone. "
+                "Start again to go on from the newest checkpoint, which was compared before it was saved; if "
+                "it happens again, without one of these hosts at a time"
+            )
+        self.last_equal = f"after step {step}"
+
+
+def sum_of_bits(parameter: Tensor) -> Tensor:
+    """Return the sum of the bits of this rank's shard, an int64 scalar on the device."""
+    plain = plain_weight(parameter)
+    local = (plain.to_local() if isinstance(plain, DTensor) else plain).detach().reshape(-1)
+    numbers = 8 // local.element_size()  # in an int64, of which a CPU adds up 16 times as many bytes a second
+    if local.storage_offset() % numbers:
+        local = local.clone()
+    end = len(local) // numbers * numbers
+    tail = local[end:].view(INTEGERS[local.element_size()])
+    return local[:end].view(torch.int64).sum() + tail.sum(dtype=torch.int64)

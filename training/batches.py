@@ -1,10 +1,9 @@
-"""Samples of a run, and its micro-batches of each step on the device, a function of its progress."""
+"""Micro-batches of each step of a run on the device, a function of its progress."""
 
 import logging
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
-from pathlib import Path
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
@@ -12,58 +11,15 @@ from torch import Tensor
 
 from config import Config, Training
 from datasets.field_dataset import FieldDataset
-from datasets.grid import area_weights
 from datasets.loader import TrainLoader, TrainSampler
 from datasets.options import COPIES_AHEAD
-from datasets.selection import Selection
-from datasets.statistics import Numbers, load_statistics
 from errors import ConfigError
 from jobs.heartbeat import span
-from parallelisms.mesh import from_first_rank
 from parallelisms.parallelize import ParallelModel
 from training.due import Rollouts
 from training.state import Progress, TrainState
 
 logger = logging.getLogger("rossby")
-
-
-class Samples:
-    """Samples of all periods of a training store, created by all ranks together."""
-
-    def __init__(self, selection: Selection, folder: Path, trained: Numbers | None = None) -> None:
-        """folder: the run's, for the statistics file; trained: the statistics of its checkpoints.
-
-        Raises DataError if the training dates have changed.
-        """
-        self.selection = selection
-        self.area = area_weights(selection.archive.grid.latitude)  # (H,)
-        self.statistics = from_first_rank(
-            lambda: load_statistics(
-                folder / "statistics.npz",
-                selection.archive,
-                selection.variables,
-                selection.train,
-                selection.step,
-                trained,
-            )
-        )
-
-    def dataset(self, period: str, later: Sequence[int]) -> FieldDataset:
-        """Return samples of a window and the dates t + later x step in a period."""
-        chosen = self.selection.samples(period, later)
-        logger.info(self.selection.describe(period, chosen))
-        return FieldDataset(self.selection.archive, self.selection.variables, chosen, self.selection.history)
-
-    def dataset_by_lead(
-        self, period: str, leads: Sequence[int], limit: int = 0, history: int = 1
-    ) -> FieldDataset:
-        """Return samples of a window of `history` states and the state at each lead, NaN where it is missing.
-        With a limit, ranks may read different samples.
-        """
-        chosen = self.selection.samples_by_lead(period, leads, limit, history)
-        if not limit:
-            logger.info(self.selection.describe(period, chosen))
-        return FieldDataset(self.selection.archive, self.selection.variables, chosen, history)
 
 
 class Batch(NamedTuple):
@@ -74,10 +30,7 @@ class Batch(NamedTuple):
 
 
 class Batches:
-    """Iterable of the micro-batches of the next step, by `progress`, for one iteration per step.
-
-    After a rollback the loader continues from that position.
-    """
+    """Iterable of the micro-batches of the next step, by `progress`, for one iteration per step."""
 
     def __init__(
         self,
@@ -122,6 +75,7 @@ class Batches:
         return self.progress.samples / self.loader.sampler.num_samples
 
     def __iter__(self) -> Iterator[Batch]:
+        # -- where the loader has to be
         progress, step = self.progress, self.progress.step + 1
         length = self.rollouts.at(step)
         if length != self.rollout_steps and self.rollouts.longest > 1:
@@ -134,6 +88,7 @@ class Batches:
                 accumulation=self.micro_batches,
             )
             self.iterator = on_device(loaded, self.device)
+        # -- the micro-batches of one step
         self.position, self.seconds = None, 0.0
         self.rollout_steps, self.passes = length, self.rollouts.passes(length, self.frozen)
         for _ in range(self.micro_batches):
@@ -150,7 +105,7 @@ class Batches:
 def on_device(batches: Iterator[tuple[Tensor, Tensor]], device: torch.device) -> Iterator[Batch]:
     """Yield batches on the device. On a GPU copies have a stream of their own and are two batches ahead."""
     if device.type != "cuda":
-        yield from (Batch(*batch) for batch in batches)
+        yield from (Batch(fields, times) for fields, times in batches)
         return
     stream, waiting = torch.cuda.Stream(device), deque()
     for fields, times in batches:
@@ -168,9 +123,7 @@ def on_device(batches: Iterator[tuple[Tensor, Tensor]], device: torch.device) ->
 
 def choose_global_batch(training: Training, smallest: int, progress: Progress) -> int:
     """Return the samples of each step. -1: those of the checkpoint, or else `smallest`, the samples of one
-    micro-batch on all ranks.
-
-    Raises ConfigError if the number in the checkpoint is not a multiple of `smallest`.
+    micro-batch on all ranks. Raises ConfigError if the number in the checkpoint is no multiple of it.
     """
     stored = progress.global_batch
     if training.global_batch_size == -1 and stored % smallest:

@@ -30,11 +30,56 @@ def check(config: Config) -> None:
     require("://" not in config.job.dump_folder, "job.dump_folder", config.job.dump_folder, reason)
     check_model(config)
     check_data(config.data)
-    check_loss(config)
-    check_conserved(config)
+
+    # -- the loss: weights of variables; members, noise and an ensemble loss are all set, or none of them
+    training, weights = config.training, list(config.training.variable_weights)
+    channels, key = Channels.of(config.data), "training.variable_weights"
+    predicted = channels.predicted
+    reason = f"{len(predicted)} variables are predicted; give one weight each"
+    require(not weights or len(weights) == len(predicted), key, weights, reason)
+    require(not weights or any(weights), key, weights, "one of them must be above 0")
+    reason = f"too small for float32; raise all by one factor, to {SMALLEST_WEIGHT} or more, or write 0"
+    require(not any(0 < weight < SMALLEST_WEIGHT for weight in weights), key, weights, reason)
+    reason = 'training.loss = "relative_l2" has no weights; leave this out'
+    has_weights = training.loss != "relative_l2"
+    require(has_weights or not weights, key, weights, reason)
+    by_change = training.weight_by_change
+    require(has_weights or not by_change, "training.weight_by_change", by_change, reason)
+
+    members, noise, validated = training.members, config.model.noise_dim, config.validation.members
+    if training.loss != "crps":
+        reason = f'serves training.loss = "crps" alone, and that is "{training.loss}"; set this to'
+        require(members == 1, "training.members", members, f"{reason} 1")
+        require(not noise, "model.noise_dim", noise, f"{reason} 0")
+        require(not validated, "validation.members", validated, f"{reason} 0")
+    else:
+        reason = "needs an ensemble: set training.members and model.noise_dim to 2 or more (docs/losses.md)"
+        require(members > 1 and noise, "training.loss", training.loss, reason)
+        reason = "no ensemble; set it to 2 or more, or to 0 for training.members"
+        require(validated != 1, "validation.members", validated, reason)
+
+    # -- quantities that the model conserves
+    quantities, variables = config.model.conserve, list(channels.prognostic)
+    for quantity in quantities:
+        known = list(QUANTITIES) + variables
+        reason = f"no such quantity; {nearest(quantity, known)}"
+        require(quantity in known, "model.conserve", quantity, reason)
+        terms = terms_of(quantity, variables)
+        reason = "needs specific_humidity on two levels or more; add them, or take this out"
+        require(terms, "model.conserve", quantity, reason)
+        lacking = [name for name in terms if name not in variables]
+        reason = f"needs {', '.join(lacking[:1])}, which is not in data.variables; add it, or take this out"
+        require(not lacking, "model.conserve", quantity, reason)
+    shifted = [shifted_variable(quantity, variables) for quantity in quantities]
+    for quantity, variable in zip(quantities, shifted, strict=True):
+        reason = f"another quantity also shifts {variable}; take one out"
+        require(shifted.count(variable) == 1, "model.conserve", quantity, reason)
+    reason = 'needs the change over a step as output; set model.predict to "change"'
+    is_change = not quantities or config.model.predict == "change"
+    require(is_change, "model.conserve", list(quantities), reason)
 
     # -- rollouts and optimizer
-    training, lengths = config.training, list(config.training.rollout_steps)
+    lengths = list(training.rollout_steps)
     require(lengths, "training.rollout_steps", lengths, "name how many, [1] for the next state alone")
     reason = f"{len(lengths)} stages of {training.steps} steps; name fewer, or raise training.steps"
     require(len(lengths) <= training.steps, "training.rollout_steps", lengths, reason)
@@ -63,14 +108,14 @@ def check(config: Config) -> None:
         is_scored = config.checkpoint.enable and validation.enable and validation.interval
         reason = "needs checkpoint.enable, validation.enable and a validation.interval above 0"
         require(is_scored, "checkpoint.keep_best", best, reason)
-        first, *later = sorted(leads)
-        suffixes = ["", *(f"@{hours}h" for hours in later)]
+        first = min(leads)
+        suffixes = [f"@{hours}h" if hours > first else "" for hours in sorted(leads)]
         kinds = ("rmse", "crps") if training.loss == "crps" else ("rmse",)
-        names = [f"{name}{suffix}" for name in Channels.of(config.data).predicted for suffix in suffixes]
-        scores = [f"val/{kind}/{name}" for kind in kinds for name in names]
+        names = [f"{name}{suffix}" for name in predicted for suffix in suffixes]
+        scores = ["val/loss"] + [f"val/{kind}/{name}" for kind in kinds for name in names]
         named = best.removesuffix(f"@{first}h")
-        reason = f"no such score ({first} h has no suffix); {nearest(named, scores)}"
-        require(best in ("val/loss", *scores), "checkpoint.keep_best", best, reason)
+        reason = f"no such score ({first} h has no suffix); {nearest(named, scores[1:])}"
+        require(best in scores, "checkpoint.keep_best", best, reason)
 
     # -- traces: the step before one, which the profiler discards, has to fit between two of them
     profiling = config.profiling
@@ -91,55 +136,3 @@ def check(config: Config) -> None:
     reason = "needs a first date to count from; set forecast.period"
     has_start = forecast.period or data.validation_period or data.test_period or not forecast.interval_hours
     require(has_start, "forecast.interval_hours", forecast.interval_hours, reason)
-
-
-def check_loss(config: Config) -> None:
-    """Check weights of variables, settings that the loss does not use, and that members, noise and an
-    ensemble loss are all set, or none of them.
-    """
-    training, weights = config.training, list(config.training.variable_weights)
-    predicted, key = Channels.of(config.data).predicted, "training.variable_weights"
-    reason = f"{len(predicted)} variables are predicted; give one weight each"
-    require(not weights or len(weights) == len(predicted), key, weights, reason)
-    require(not weights or any(weights), key, weights, "one of them must be above 0")
-    reason = f"too small for float32; raise all by one factor, to {SMALLEST_WEIGHT} or more, or write 0"
-    require(not any(0 < weight < SMALLEST_WEIGHT for weight in weights), key, weights, reason)
-    reason = 'training.loss = "relative_l2" has no weights; leave this out'
-    has_weights = training.loss != "relative_l2"
-    require(has_weights or not weights, key, weights, reason)
-    by_change = training.weight_by_change
-    require(has_weights or not by_change, "training.weight_by_change", by_change, reason)
-
-    members, noise, validated = training.members, config.model.noise_dim, config.validation.members
-    if training.loss != "crps":
-        reason = f'serves training.loss = "crps" alone, and that is "{training.loss}"; set this to'
-        require(members == 1, "training.members", members, f"{reason} 1")
-        require(not noise, "model.noise_dim", noise, f"{reason} 0")
-        require(not validated, "validation.members", validated, f"{reason} 0")
-        return
-    reason = "needs an ensemble: set training.members and model.noise_dim to 2 or more (docs/losses.md)"
-    require(members > 1 and noise, "training.loss", training.loss, reason)
-    reason = "no ensemble; set it to 2 or more, or to 0 for training.members"
-    require(validated != 1, "validation.members", validated, reason)
-
-
-def check_conserved(config: Config) -> None:
-    """Check the quantities in model.conserve."""
-    quantities, variables = config.model.conserve, list(Channels.of(config.data).prognostic)
-    for quantity in quantities:
-        known = [*QUANTITIES, *variables]
-        reason = f"no such quantity; {nearest(quantity, known)}"
-        require(quantity in known, "model.conserve", quantity, reason)
-        terms = terms_of(quantity, variables)
-        reason = "needs specific_humidity on two levels or more; add them, or take this out"
-        require(terms, "model.conserve", quantity, reason)
-        lacking = [name for name in terms if name not in variables]
-        reason = f"needs {', '.join(lacking[:1])}, which is not in data.variables; add it, or take this out"
-        require(not lacking, "model.conserve", quantity, reason)
-    shifted = [shifted_variable(quantity, variables) for quantity in quantities]
-    for quantity, variable in zip(quantities, shifted, strict=True):
-        reason = f"another quantity also shifts {variable}; take one out"
-        require(shifted.count(variable) == 1, "model.conserve", quantity, reason)
-    reason = 'needs the change over a step as output; set model.predict to "change"'
-    is_change = not quantities or config.model.predict == "change"
-    require(is_change, "model.conserve", list(quantities), reason)

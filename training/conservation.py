@@ -16,12 +16,10 @@ from training.losses.quantities import coefficients, shifted_variable, variables
 def build_conservation(
     quantities: Sequence[str], variables: Sequence[str], statistics: Statistics, area: np.ndarray
 ) -> ConservationProjection | None:
-    """Return the projection of outputs, which are changes in units of their deviations; area (H,).
-
-    Raises DataError if a variable that it needs has missing cells, because the global mean is then unknown.
-    """
+    """Return the projection of outputs, which are changes over their deviations; area (H,). DataError."""
     if not quantities:
         return None
+    # -- variables with missing cells, whose global mean is not known
     names = variables_of(quantities, variables)
     indices = [variables.index(name) for name in names]
     for name, index in zip(names, indices, strict=True):

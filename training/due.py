@@ -20,28 +20,15 @@ class Due(NamedTuple):
     validate: bool
 
 
-@dataclass(frozen=True)
-class Schedule:
-    """Intervals of the actions in steps; 0: never."""
-
-    last: int  # the step that ends the run
-    log: int
-    save: int
-    validate: int
-
-    @classmethod
-    def of(cls, config: Config) -> Self:
-        save = config.checkpoint.interval if config.checkpoint.enable else 0
-        return cls(config.training.steps, config.metrics.log_freq, save, config.validation.interval)
-
-    def at(self, step: int, asked_to_stop: bool = False) -> Due:
-        """Return the actions after step `step`, without the validation at the end of the run."""
-        last, validate = step == self.last, every(self.validate, step)
-        # Before a validation, too, which may take long, may be ended, and may find the best checkpoint.
-        save = bool(self.save) and (asked_to_stop or last or validate or every(self.save, step))
-        log = last or every(self.log, step)
-        validate = validate and not last and not asked_to_stop
-        return Due(last, save or log, log, every(COLLECT_EVERY, step), save, validate)
+def actions_after(config: Config, step: int, asked_to_stop: bool = False) -> Due:
+    """Return the actions after step `step`, without the validation at the end of the run."""
+    last, validate = step == config.training.steps, every(config.validation.interval, step)
+    # Before a validation, too, which may take long, may be ended, and may find the best checkpoint.
+    interval = config.checkpoint.interval if config.checkpoint.enable else 0
+    save = interval > 0 and (asked_to_stop or last or validate or every(interval, step))
+    log = last or every(config.metrics.log_freq, step)
+    validate = validate and not last and not asked_to_stop
+    return Due(last, save or log, log, every(COLLECT_EVERY, step), save, validate)
 
 
 def every(interval: int, step: int) -> bool:

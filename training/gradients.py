@@ -1,4 +1,4 @@
-"""The norm of all gradients, clipping and the loss scaler of fp16: the same on every layout and all ranks."""
+"""The norm of all gradients and the loss scaler of fp16: the same on every layout and all ranks."""
 
 from collections.abc import Iterable
 
@@ -8,20 +8,9 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
 
 
-def autocast_cache_scope(device: torch.device) -> torch.autocast:
-    """Return a context for all passes of a step, in which autocast casts each weight once.
-
-    Its cache lasts until the outermost of its contexts ends. A compiled block casts in each pass, and FSDP
-    casts what it gathers.
-    """
-    return torch.autocast(device.type, enabled=False)
-
-
 def reduce_partial_gradients(parameters: Iterable[nn.Parameter]) -> None:
-    """All-reduce partial gradients, which tensor parallelism leaves for norms.
-
-    Every operator on a partial gradient would reduce it again, and torch 2.11's clipping does not change it.
-    """
+    """All-reduce partial gradients, which tensor parallelism leaves for norms."""
+    # Every operator on one would reduce it again, and torch 2.11's clipping does not change it.
     for parameter in parameters:
         gradient = parameter.grad
         if isinstance(gradient, DTensor) and any(p.is_partial() for p in gradient.placements):
@@ -39,12 +28,6 @@ def total_norm(parameters: Iterable[nn.Parameter], pipeline_group: dist.ProcessG
         dist.all_reduce(square, group=pipeline_group)
         norm = square.sqrt()
     return norm
-
-
-def clip(parameters: Iterable[nn.Parameter], max_norm: float, norm: Tensor) -> None:
-    """Scale gradients down so that their norm is at most `max_norm`; 0 leaves them."""
-    if max_norm:
-        torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, norm)
 
 
 class LossScaler:
@@ -92,13 +75,3 @@ class LossScaler:
             self.factor = torch.where(overflow, (self.factor / 2).clamp(min=1.0), grown)
             self.good_steps.masked_fill_(overflow | grows, 0)
         return overflow & self.enabled
-
-    def state_dict(self) -> dict[str, Tensor]:
-        if not isinstance(self.factor, Tensor):
-            return {}
-        return {"scaler.factor": self.factor.double(), "scaler.good_steps": self.good_steps.double()}
-
-    def load_state_dict(self, state: dict[str, Tensor]) -> None:
-        if isinstance(self.factor, Tensor):
-            self.factor = state["scaler.factor"].to(self.factor)
-            self.good_steps.copy_(state["scaler.good_steps"])

@@ -1,21 +1,25 @@
-"""The metrics of a run: metrics.jsonl, loggers (training/loggers/), and one dense line.
+"""The metrics of a run: metrics.jsonl, loggers (training/loggers/), and one dense line; and its traces.
 
 Metrics are the machine's; scores are the weather's and come from verification/.
 """
 
 import logging
 import math
+import os
 import re
 import resource
 import time
+import warnings
+from contextlib import nullcontext
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.profiler import ProfilerActivity, profile, schedule
 
 from config import Config
-from jobs.durable_files import Journal, read_records
+from jobs.durable_files import Journal
 from parallelisms.mesh import from_first_rank
 from training.batches import Batches
 from training.loggers.opening import Loggers, open_loggers
@@ -27,6 +31,7 @@ PEAK_TFLOPS = {"H100 PCIe": 756.0, "H100 NVL": 835.0, "H200 NVL": 835.0, "GB200"
 PEAK_TFLOPS |= {"H100": 989.0, "H200": 989.0, "GH200": 989.0, "A100": 312.0, "V100": 125.0}
 SCORE = "val/loss"  # a key of every validation record
 COMPARED_AFTER = 20  # steps of a start, after which they are compared with the plan
+WARMUP_STEPS = 1  # starting the profiler is slow: its first step is discarded
 SECONDS_BETWEEN_LINES = 2.0  # steps can be faster than lines can be read; metrics.jsonl has every one
 
 
@@ -87,10 +92,12 @@ class Metrics:
 
     def log_step(self, step: int, result: StepResult) -> None:
         """Wait for the device and write the means since the last logged step. Called by all ranks."""
+        # -- the mean loss of all ranks; reading it waits for the device
         loss = result.loss.detach().float()
         dist.all_reduce(loss)
         loss /= self.run.assembly.model.mesh.degrees.dp
         loss, norm = torch.stack([loss, result.grad_norm.detach().float()]).tolist()
+        # -- speed since the last logged step
         seconds = (time.perf_counter() - self.interval_started) / self.num_steps
         tflops = self.passes / self.num_steps / seconds * self.tflop_per_pass
         record = {
@@ -108,7 +115,7 @@ class Metrics:
             "skipped_steps": self.run.state.bad_steps.skipped,  # since this start
         }
         self.write(record)
-        # Once, the measured time of a step, and memory on a GPU, next to those planned.
+        # -- once, the measured time of a step, and memory on a GPU, next to those planned
         if self.planned and not self.comparison and step >= self.resume_step + COMPARED_AFTER:
             planned, size = self.planned
             self.comparison = {"step_seconds": seconds, "planned_step_seconds": planned}
@@ -118,6 +125,7 @@ class Metrics:
                 self.comparison |= {"memory_gib": peak, "planned_memory_gib": size / 2**30}
                 text += f"; {peak:.2f} GiB, {size / 2**30:.2f} planned"
             logger.info(text)
+        # -- the line of rank 0
         now = time.monotonic()
         is_due = step == self.steps or now - self.last_line >= SECONDS_BETWEEN_LINES
         if self.is_first and is_due:
@@ -134,12 +142,6 @@ class Metrics:
             self.journal.write(record | missing)
         assert self.loggers  # since the first `restart`
         self.loggers.call("log", record)
-
-    def has_scores(self, step: int) -> bool:
-        """Return whether a validation of this step is in metrics.jsonl. Called by all ranks."""
-        return from_first_rank(
-            lambda: any(r["step"] == step and SCORE in r for r in read_records(self.journal.path))
-        )
 
     def close(self) -> None:
         if self.loggers:
@@ -159,3 +161,51 @@ def dense_line(record: dict[str, Any], steps: int) -> str:
         f"  {record['step_seconds']:.3f} s/step"
         f"  data wait {wait:.1%}  {record['memory_gib']:.2f} GiB  {record['tflops']:.3f} TFLOP/s{mfu}"
     )
+
+
+class Profiler:
+    """Records `profile_steps` steps out of every `profile_freq`; does nothing while disabled."""
+
+    def __init__(self, config: Config) -> None:
+        settings, self.folder = config.profiling, config.dump_folder / "traces"
+        self.step_number, self.profile = 0, nullcontext()
+        if not settings.enable_profiling:
+            return
+        self.folder.mkdir(parents=True, exist_ok=True)
+        # Each recording is written and dropped, about which torch warns.
+        warnings.filterwarnings("ignore", message=".*Profiler clears events at the end of each cycle")
+        # Read at the first recording: otherwise kineto writes a line on stderr at each start and end.
+        os.environ.setdefault("KINETO_LOG_LEVEL", "6")
+        wait = settings.profile_freq - settings.profile_steps - WARMUP_STEPS
+        self.profile = profile(
+            activities=[ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * torch.cuda.is_available(),
+            schedule=schedule(wait=wait, warmup=WARMUP_STEPS, active=settings.profile_steps),
+            on_trace_ready=self._write,
+            record_shapes=True,
+        )
+
+    def __enter__(self) -> "Profiler":
+        self.profile.__enter__()
+        return self
+
+    def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
+        self.profile.__exit__(kind, error, trace)
+
+    def restart(self, step: int) -> None:
+        """Name recordings by the steps of the run."""
+        self.step_number = step
+
+    def step(self, number: int) -> None:
+        """Mark the end of step `number`."""
+        self.step_number = number
+        if isinstance(self.profile, profile):
+            self.profile.step()
+
+    def _write(self, recording: profile) -> None:
+        """Write a recording; called by torch at its end."""
+        path = self.folder / f"step-{self.step_number:08d}-rank{dist.get_rank()}.json.gz"
+        try:
+            recording.export_chrome_trace(str(path))
+        except OSError as error:  # a full disk must not end a run
+            path.unlink(missing_ok=True)
+            logger.warning("%s: the trace is not written: %s", path, error)

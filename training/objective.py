@@ -21,7 +21,6 @@ from training.conservation import ShardedProjection
 from training.losses.pointwise import (
     PENALTIES,
     by_member,
-    change_weights,
     fused_sum_of_costs,
     mean_weights,
     relative_l2_weights,
@@ -67,8 +66,10 @@ class Objective:
         weights = torch.tensor(given or [1.0] * number, device=model.device) * (number / (number - forcing))
         has_variable_roots = self.penalty.root_of == "variable"
         if training.weight_by_change:
+            # Errors in units of a typical change over a step, so that slow variables count as much as fast
+            # ones (GraphCast, Lam et al. 2023, section 4.2).
             power = 1 if has_variable_roots else self.penalty.power
-            weights = weights * change_weights(normalizer.change_scale.flatten(), power)
+            weights = weights * normalizer.change_scale.flatten().pow(-power)
         self.variable_weights = weights.square() if has_variable_roots else weights  # before a root
 
         # -- for roots of each variable, the variable at each position along a dim of the output

@@ -27,10 +27,8 @@ def set_determinism(deterministic: bool) -> None:
 
 
 def retain_memory(device: torch.device) -> None:
-    """Keep freed memory for the next step: glibc would return it, and each step would fault its pages again.
-
-    Only in this process, and only where each rank has enough memory. No effect with another C library.
-    """
+    """Keep freed memory for the next step; glibc would return it, and a step would fault its pages again."""
+    # Only in this process, and only where each rank has enough memory. No effect with another C library.
     if device.type == "cpu" and host_memory() / int(os.environ.get("LOCAL_WORLD_SIZE", 1)) > ENOUGH:
         set_heap(RETAIN)
 
@@ -42,11 +40,9 @@ def host_memory() -> int:
 
 @contextmanager
 def return_memory(device: torch.device) -> Iterator[None]:
-    """Return the freed memory of steps to the system, and memory that is freed inside the context.
-
-    Steps reuse each other's memory. Fields of other sizes do not, and the heap would keep both: 10 GB instead
-    of 6 in a validation of 65 fields at 721 x 1440.
-    """
+    """Return the freed memory of steps to the system, and memory that is freed inside the context."""
+    # Steps reuse each other's memory. Fields of other sizes do not, and the heap would keep both: 10 GB
+    # instead of 6 in a validation of 65 fields at 721 x 1440.
     if device.type != "cpu":
         yield
         return

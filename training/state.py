@@ -4,7 +4,7 @@ Names are the model's own; sharded tensors are DTensors, so that another layout 
 samples and all random numbers are functions of (seed, step): no generator has to be saved.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -12,7 +12,6 @@ import torch
 from torch import Tensor, nn
 
 from config import Config
-from errors import ConfigError
 from models.lora import trained
 from parallelisms.float8 import plain_weight
 from parallelisms.parallelize import ParallelModel
@@ -21,7 +20,7 @@ from training.bad_steps import BadSteps
 from training.gradients import LossScaler
 from training.optimizers.build import build_optimizer
 from training.optimizers.layerwise import SharedSums
-from training.optimizers.shards import local, moment_names, zero_moment
+from training.optimizers.shards import local
 
 OPTIONAL = ("ema.", "train.", "bad_steps.")  # a run without averages or fp16 saves fewer
 
@@ -39,14 +38,6 @@ class Progress:
     def advance(self, samples: int) -> None:
         """Count one step of `samples` samples."""
         self.step, self.samples, self.global_batch = self.step + 1, self.samples + samples, samples
-
-    def state_dict(self) -> dict[str, Tensor]:
-        return {name: torch.tensor(value) for name, value in vars(self).items()}
-
-    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Set the values that the state has; the others stay unchanged."""
-        for name in vars(self).keys() & state.keys():
-            setattr(self, name, int(state[name]))
 
 
 class EMA:
@@ -122,38 +113,24 @@ class TrainState:
                 tensors[f"optimizer.{name}.{moment}"] = value
         for name, average in (self.average.averages if self.average else {}).items():
             tensors[f"ema.{name}"] = average
-        for name, value in (self.progress.state_dict() | self.scaler.state_dict()).items():
-            tensors[f"train.{name}"] = value
+        for name, value in vars(self.progress).items():
+            tensors[f"train.{name}"] = torch.tensor(value)
+        if isinstance(self.scaler.factor, Tensor):
+            tensors["train.scaler.factor"] = self.scaler.factor.double()
+            tensors["train.scaler.good_steps"] = self.scaler.good_steps.double()
         for name, value in self.bad_steps.window.items():
             tensors[f"bad_steps.{name}"] = value
         return {name: plain_weight(tensor.detach()) for name, tensor in tensors.items()}
 
-    def allocate_moments(self, stored: Iterable[str]) -> None:
-        """Allocate the optimizer's tensors of this rank's parameters that a checkpoint has, sharded alike.
-
-        Raises ConfigError if another optimizer saved them; AdamW and LAMB have the same state.
-        """
-        optimized = {p for group in self.optimizer.param_groups for p in group["params"]}
-        parameters = {f"optimizer.{name}": p for name, p in self.parameters.items() if p in optimized}
-        for key in stored:
-            owner, _, moment = key.rpartition(".")
-            if (parameter := parameters.get(owner)) is None:
-                continue
-            if moment not in moment_names(self.optimizer, parameter):
-                name = type(self.optimizer).__name__
-                raise ConfigError(
-                    f'optimizer.name = "{name}": the checkpoint has states of another optimizer or momentum '
-                    f'("{moment}"); set it back, or start from weights alone: checkpoint.initial_load_path, '
-                    "in a new job.dump_folder"
-                )
-            self.optimizer.state[parameter][moment] = zero_moment(parameter, moment)
-
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
         """Set the values that are not tensors of the run; `load` has filled the tensors of `state_dict`."""
-        train = {name.removeprefix("train."): tensor for name, tensor in state.items()}
-        self.progress.load_state_dict(train)
-        if "scaler.factor" in train:
-            self.scaler.load_state_dict(train)
+        for name in vars(self.progress):
+            if (value := state.get(f"train.{name}")) is not None:  # else it stays unchanged
+                setattr(self.progress, name, int(value))
+        factor = state.get("train.scaler.factor")
+        if factor is not None and isinstance(self.scaler.factor, Tensor):
+            self.scaler.factor = factor.to(self.scaler.factor)
+            self.scaler.good_steps.copy_(state["train.scaler.good_steps"])
         if self.average:  # of parameters without one: parts of lora.also_train may be new
             self.average.restart(name for name in self.parameters if f"ema.{name}" not in state)
 

@@ -15,13 +15,11 @@ from checkpoints.checkpointer import Checkpointer
 from config import Config
 from jobs.heartbeat import span
 from training.assembly import Assembly
-from training.bad_steps import step_unless
+from training.bad_steps import Fingerprints, step_unless
 from training.batches import Batch
-from training.fingerprints import Fingerprints
-from training.gradients import autocast_cache_scope, clip, reduce_partial_gradients, total_norm
+from training.gradients import reduce_partial_gradients, total_norm
 from training.objective import Objective
-from training.optimizers.build import set_lr
-from training.optimizers.lr_schedules import learning_rate
+from training.optimizers.build import learning_rate, set_lr
 from training.rollout import forward_backward
 from training.state import TrainState
 
@@ -54,10 +52,6 @@ class Run:
         self.max_norm = config.training.max_norm  # gradients are clipped to it; 0: they are not clipped
         self.fingerprints = Fingerprints(assembly.model)
 
-    def restart(self, step: int) -> None:
-        """Forget the measurements of steps after `step`."""
-        self.fingerprints.restart(step)
-
 
 class StepResult(NamedTuple):
     """Scalars on the device; reading one waits for the step."""
@@ -78,7 +72,9 @@ def accumulate_gradients(run: Run, step: int, batches: MicroBatches) -> Tensor:
     """Return this rank's part of the loss; gradients are those of the mean over all micro-batches."""
     model, number = run.assembly.model, len(batches)
     loss, scale = torch.zeros((), device=model.device), run.state.scaler.factor / number
-    with autocast_cache_scope(model.device):
+    # Here autocast casts each weight once: its cache lasts until the outermost of its contexts ends.
+    # A compiled block casts in each pass, and FSDP casts what it gathers.
+    with torch.autocast(model.device.type, enabled=False):
         for index, batch in enumerate(batches):
             loss += forward_backward(run.objective, step, batch, scale, index == number - 1) / number
     return loss
@@ -93,7 +89,8 @@ def update_weights(run: Run, step: int, loss: Tensor) -> Tensor:
         reduce_partial_gradients(parameters)
         scaler.unscale(parameters)
         grad_norm = total_norm(parameters, model.pipeline_group)
-        clip(parameters, run.max_norm, grad_norm)
+        if run.max_norm:
+            torch.nn.utils.clip_grads_with_norm_(parameters, run.max_norm, grad_norm)
         grad_norm = grad_norm.to(loss.device)  # offloaded gradients, and so their norm, are on the host
         if run.checkpointer:
             run.checkpointer.wait_for_staging()  # also of the window of losses

@@ -5,7 +5,7 @@ import logging
 import math
 import time
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
@@ -15,41 +15,44 @@ import torch.distributed as dist
 from checkpoints.checkpointer import Checkpointer
 from checkpoints.files import BEST, complete_steps, read_best
 from config import RANDOM, Config
-from datasets.field_dataset import LaterFields
-from jobs.durable_files import write_durably
+from datasets.field_dataset import FieldDataset, LaterFields
+from datasets.selection import Selection
+from datasets.statistics import Statistics
+from jobs.durable_files import read_records, write_durably
 from jobs.heartbeat import span
 from parallelisms.mesh import from_first_rank
-from training.batches import Samples
 from training.due import every
-from training.metrics import Metrics
+from training.metrics import SCORE, Metrics
 from training.process_settings import return_memory
 from training.step import Run
 from verification.baselines import FIT_SAMPLES, MIN_FIT_SAMPLES, fit_baselines
 from verification.rollout import model_forecast
-from verification.validation import Example, Scores, Validation, ValidationEnded
+from verification.validation import Scores, Validation, ValidationEnded
 
 logger = logging.getLogger(__name__)
 FIT_BYTES = 2**34  # of training data that the baselines are fitted on, if these are enough dates
 
 
 class Validator:
-    """Scores of the averaged weights if there are any, with those of the trained ones as "raw weights".
-
-    Its methods are called by all ranks together.
+    """Scores of the averaged weights if there are any, with those of the trained ones as "raw weights". Used
+    by all ranks together.
     """
 
-    def __init__(self, config: Config, samples: Samples, run: Run, metrics: Metrics) -> None:
-        self.run, self.model, self.metrics, self.samples = run, run.assembly.model, metrics, samples
+    def __init__(
+        self, config: Config, selection: Selection, statistics: Statistics, run: Run, metrics: Metrics
+    ) -> None:
+        self.run, self.model, self.metrics = run, run.assembly.model, metrics
+        self.selection, self.statistics = selection, statistics
         self.folder, self.settings = config.dump_folder, config.validation
         name, checkpointer = config.checkpoint.keep_best, run.checkpointer
         self.best = Best(config, checkpointer) if name and checkpointer else None
         self.validated: tuple[int, Scores] | None = None  # the last step, and its scores
         self.seconds = 0.0  # of the last validation
         self.validation = None
-        if not self.settings.enable or not len(samples.selection.validation):
+        if not self.settings.enable or not len(selection.validation):
             return
         members, data, assembly = self.settings.members or config.training.members, config.data, run.assembly
-        normalizer, selection = assembly.normalizer, samples.selection
+        normalizer = assembly.normalizer
         self.boundary = None if normalizer.boundary is None else normalizer.boundary.cpu().numpy()
         later = LaterFields(selection.archive, selection.variables[normalizer.channels.known])
         self.forecast = model_forecast(
@@ -65,9 +68,12 @@ class Validator:
         # Random weather has no skill to measure: one date shows that validation runs.
         limit = 1 if data.path == RANDOM else 0
         # With the state after one step, of which the loss of training is.
-        states = sorted({1, *self.leads})
+        states = sorted({1} | set(self.leads))
+        chosen = selection.samples_by_lead("validation", states, limit, data.history)
+        if not limit:
+            logger.info(selection.describe("validation", chosen))
         self.validation = Validation(
-            samples.dataset_by_lead("validation", states, limit, data.history),
+            FieldDataset(selection.archive, selection.variables, chosen, data.history),
             self.leads,
             data.step_hours,
             run.objective.area.device,
@@ -90,81 +96,78 @@ class Validator:
         self.validated = None
         if self.best:
             self.best.restart(step)
-        if step and every(self.settings.interval, step) and not self.metrics.has_scores(step):
+        if not step or not every(self.settings.interval, step):
+            return
+        path = self.folder / "metrics.jsonl"
+        scored = from_first_rank(lambda: [r["step"] for r in read_records(path) if SCORE in r])
+        if step not in scored:
             self.validate(step)
 
     def validate(
         self, step: int, is_last: bool = False, is_ended: Callable[[], bool] | None = None
     ) -> Scores | None:
-        """Score the weights after `step` once, write the scores, and compare them with the best so far.
-
-        is_ended: asked before each batch; True ends the validation without scores. Returns None then, and
-        without validation. Plots after the last step.
+        """Score the weights after `step` once, write the scores, and compare them with the best so far; None
+        without validation, and if is_ended, which is asked before each batch, has ended it.
         """
-        if self.validation is None:
+        validation = self.validation
+        if validation is None:
             return None
         self.model.train(False)
+
+        # -- scores, once
+        average = self.run.state.average
+        averaged = average.applied if average else nullcontext
         if not self.validated or self.validated[0] != step:
+            checkpointer, started = self.run.checkpointer, time.monotonic()
+            if checkpointer:
+                checkpointer.wait_for_staging()  # averages replace weights that are still being copied
+            forecast, loss, baselines = self.forecast, self.run.objective.loss_of_fields, {}
+            if not validation.known:  # the first validation scores the baselines, too
+                selection, archive = self.selection, self.selection.archive
+                mean_field = torch.from_numpy(self.statistics.mean_field).to(self.model.device)
+                sample_bytes = 4 * mean_field.numel() * (1 + len(self.leads))
+                limit = min(FIT_SAMPLES, max(MIN_FIT_SAMPLES, FIT_BYTES // sample_bytes))
+                limit = 1 if archive.path == RANDOM else limit
+                fitted = selection.samples_by_lead("train", self.leads, limit)
+                with return_memory(self.model.device):
+                    baselines = fit_baselines(archive, selection.variables, fitted, mean_field, self.leads)
             try:
-                self.validated = step, self._score(self.validation, step, is_ended)
+                with return_memory(self.model.device), span("validation"):
+                    with averaged():
+                        scores = validation.run(forecast, baselines, loss, is_ended)
+                    if average:
+                        raw = validation.run(forecast, {}, loss, is_ended)
+                        scores.by_forecast["raw weights"] = raw.by_forecast["model"]
             except ValidationEnded:
                 logger.info(f"the validation of step {step} is ended; the next start repeats it")
                 self.model.train()
                 return None
+            self.seconds = time.monotonic() - started
+            logger.info(f"validated {max(scores.num_dates)} dates in {self.seconds:.1f} s")
+            self.metrics.write(scores.record(step) | {"validation_seconds": self.seconds})
+            logger.info(f"step {step}, {scores.table()}")
+            if self.best:
+                self.best.judge(step, scores.record(step))
+            self.validated = step, scores
         scores = self.validated[1]
+
+        # -- plots of losses, errors against lead time and maps of the last date
         if self.settings.plots and is_last:
-            with return_memory(self.model.device), self._averaged():  # on all ranks: they share the model
-                example = self.validation.last_date(self.forecast)
+            with return_memory(self.model.device), averaged():  # on all ranks: they share the model
+                date, fields = validation.last_date(self.forecast)
+            if self.boundary is not None:  # is given, not forecast
+                fields = {n: (t, np.where(self.boundary, np.nan, f)) for n, (t, f) in fields.items()}
             if dist.get_rank() == 0:
-                self._plot(step, scores, example)
+                from verification.plots import plot_run  # here, because it takes half a second of every start
+
+                grid = self.selection.archive.grid
+                try:
+                    plot_run(self.folder, scores, (date, fields), grid, self.selection.land())
+                except OSError as error:  # a full disk must not end a run
+                    logger.warning("plots of step %d are not written: %s", step, error)
         self.model.train()
         self.metrics.start_interval()
         return scores
-
-    def _score(self, validation: Validation, step: int, is_ended: Callable[[], bool] | None) -> Scores:
-        state, checkpointer, started = self.run.state, self.run.checkpointer, time.monotonic()
-        if checkpointer:
-            checkpointer.wait_for_staging()  # averages replace weights that are still being copied
-        forecast, loss, baselines = self.forecast, self.run.objective.loss_of_fields, {}
-        if not validation.known:  # the first validation scores the baselines, too
-            selection, archive = self.samples.selection, self.samples.selection.archive
-            mean_field = torch.from_numpy(self.samples.statistics.mean_field).to(self.model.device)
-            sample_bytes = 4 * mean_field.numel() * (1 + len(self.leads))
-            limit = min(FIT_SAMPLES, max(MIN_FIT_SAMPLES, FIT_BYTES // sample_bytes))
-            limit = 1 if archive.path == RANDOM else limit
-            fitted = selection.samples_by_lead("train", self.leads, limit)
-            with return_memory(self.model.device):
-                baselines = fit_baselines(archive, selection.variables, fitted, mean_field, self.leads)
-        with return_memory(self.model.device), span("validation"):
-            with self._averaged():
-                scores = validation.run(forecast, baselines, loss, is_ended)
-            if state.average:
-                raw = validation.run(forecast, {}, loss, is_ended)
-                scores.by_forecast["raw weights"] = raw.by_forecast["model"]
-        self.seconds = time.monotonic() - started
-        logger.info(f"validated {max(scores.num_dates)} dates in {self.seconds:.1f} s")
-        self.metrics.write(scores.record(step) | {"validation_seconds": self.seconds})
-        logger.info(f"step {step}, {scores.table()}")
-        if self.best:
-            self.best.judge(step, scores.record(step))
-        return scores
-
-    def _averaged(self) -> AbstractContextManager:
-        average = self.run.state.average
-        return average.applied() if average else nullcontext()
-
-    def _plot(self, step: int, scores: Scores, example: Example) -> None:
-        """Plot losses, errors against lead time and maps of the last date."""
-        from verification.plots import plot_run  # here, because it takes half a second of every start
-
-        selection = self.samples.selection
-        if self.boundary is not None:  # is given, not forecast
-            date, fields = example
-            example = date, {n: (t, np.where(self.boundary, np.nan, f)) for n, (t, f) in fields.items()}
-        try:
-            plot_run(self.folder, scores, example, selection.archive.grid, selection.land())
-        except OSError as error:  # a full disk must not end a run
-            logger.warning("plots of step %d are not written: %s", step, error)
 
 
 class Best:

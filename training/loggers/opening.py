@@ -5,7 +5,9 @@ import logging
 import math
 import os
 import sys
+import uuid
 from collections.abc import Callable
+from functools import partial
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -59,23 +61,16 @@ class Loggers:
     def __init__(self) -> None:
         self.loggers: dict[str, Any] = {}
 
-    def open(self, name: str, module: str, *arguments: Any) -> None:
-        """Open the `Logger` of a module in this folder, which may import an extra package."""
-
-        def create() -> Any:
-            return import_module(f"training.loggers.{module}").Logger(*arguments)
-
-        if opened := self._try(name, create):
-            self.loggers[name] = opened
-
-    def call(self, method: str, *arguments: Any) -> None:
+    def call(self, method: str, argument: Any = None) -> None:
+        """Call a method of all loggers that have it."""
         for name, opened in list(self.loggers.items()):
-            if hasattr(opened, method):
-                self._try(name, getattr(opened, method), *arguments)
+            if use := getattr(opened, method, None):
+                self.attempt(name, use if argument is None else partial(use, argument))
 
-    def _try(self, name: str, call: Callable[..., Any], *arguments: Any) -> Any:
+    def attempt(self, name: str, call: Callable[[], Any]) -> Any:
+        """Return the result of a call for this logger, None after an error."""
         try:
-            return call(*arguments)
+            return call()
         except Exception as error:  # of a library or its server: any
             text = without_secrets(" ".join(f"{error}".split()))[:300]
             logger.warning("%s: %s (%s); the run goes on without it", name, text, type(error).__name__)
@@ -88,11 +83,19 @@ def open_loggers(config: Config, resume_step: int, written: int) -> Loggers:
     written: the last step that the start before logged.
     """
     loggers, settings = Loggers(), config.metrics
+    openings: dict[str, Callable[[], Any]] = {}  # which may import an extra package
     for name in settings.loggers if dist.get_rank() == 0 else ():
-        loggers.open(name, f"{name}_run", config, resume_step, written)
+        module = f"training.loggers.{name}_run"
+        openings[name] = lambda module=module: import_module(module).Logger(config, resume_step, written)
     if settings.prometheus and os.environ.get("LOCAL_RANK", "0") == "0":
-        name, where = f"metrics.prometheus = {settings.prometheus}", address_and_port(settings.prometheus)
-        loggers.open(name, "prometheus", *where, config)
+        address, port = address_and_port(settings.prometheus)
+        module = "training.loggers.prometheus"
+        openings[f"metrics.prometheus = {settings.prometheus}"] = lambda: import_module(module).Logger(
+            address, port, config
+        )
+    for name, open_logger in openings.items():
+        if opened := loggers.attempt(name, open_logger):
+            loggers.loggers[name] = opened
     return loggers
 
 
@@ -106,23 +109,19 @@ def scalars(record: dict[str, Any]) -> dict[str, float]:
 
 
 class StoredRun:
-    """The id of a run in a store that only appends and the last step there, in a file of the run's folder:
-    one id across resumes, each step once.
+    """The id of a run at W&B, which only appends, and the last step there, in a file of the run's folder: one
+    id across resumes, each step once.
     """
 
-    def __init__(
-        self, path: Path, store: str, resume_step: int, written: int, create: Callable[[], str]
-    ) -> None:
-        """written: the last step that the start before logged; create: makes a run in the store."""
-        before = json.loads(path.read_text()) if path.exists() else {}
-        continues = resume_step > 0 and before.get("store") == store
-        self.id: str = before["id"] if continues else create()
-        self.last = max(before["last_step"], written) if continues else -1
-        self.newest = self.last
-        write_durably(path, json.dumps({"id": self.id, "store": store, "last_step": self.last}))
+    def __init__(self, path: Path, resume_step: int, written: int) -> None:
+        """written: the last step that the start before logged."""
+        before = json.loads(path.read_text()) if resume_step > 0 and path.exists() else {}
+        self.id: str = before.get("id") or uuid.uuid4().hex
+        self.last = self.newest = max(before["last_step"], written) if before else -1
+        write_durably(path, json.dumps({"id": self.id, "store": "wandb", "last_step": self.last}))
 
     def lacks(self, step: int) -> bool:
-        """Return True if the store does not have this step; repeated steps are not sent again."""
+        """Return True if W&B does not have this step; repeated steps are not sent again."""
         self.newest = max(self.newest, step)
         return step > self.last
 

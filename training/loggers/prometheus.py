@@ -32,22 +32,23 @@ class Logger:
             self._gauge(name).set(value)
         self._gauge("heartbeat_age_seconds").set_function(lambda: time.monotonic() - activity.since)
         if self.checkpoints.is_dir():
-            self._gauge("checkpoint_age_seconds").set_function(lambda: time.time() - self._saved_at())
+            self._gauge("checkpoint_age_seconds").set_function(self._checkpoint_age)
         self.server, _ = start_http_server(port, address, self.registry)
 
-    def _gauge(self, name: str, *labels: str) -> Gauge:
+    def _gauge(self, name: str, labels: tuple[str, ...] = ()) -> Gauge:
         if name not in self.gauges:
             self.gauges[name] = Gauge(f"rossby_{name}", "docs/metrics.md", labels, registry=self.registry)
         return self.gauges[name]
 
-    def _saved_at(self) -> float:
+    def _checkpoint_age(self) -> float:
         steps = complete_steps(self.checkpoints)
-        return step_folder(self.checkpoints, steps[-1]).stat().st_mtime if steps else self.started
+        saved = step_folder(self.checkpoints, steps[-1]).stat().st_mtime if steps else self.started
+        return time.time() - saved
 
     def log(self, record: dict[str, Any]) -> None:
         for key, value in record.items():
             if value is not None and key.startswith("val/"):
-                self._gauge("score", "name").labels(key).set(value)
+                self._gauge("score", ("name",)).labels(key).set(value)
             elif value is not None:
                 name, factor = RENAMED.get(key, (key, 1))
                 self._gauge(name).set(value * factor)

@@ -2,7 +2,6 @@
 
 import os
 import tomllib
-import uuid
 from typing import Any
 
 import wandb  # type: ignore[reportMissingImports]
@@ -20,7 +19,7 @@ class Logger:
             os.environ.setdefault("WANDB_ERROR_REPORTING", "false")  # nothing leaves this machine
         folder = config.dump_folder
         path, settings = folder / "wandb/rossby.json", folder / "config.toml"
-        self.stored = StoredRun(path, "wandb", resume_step, written, lambda: uuid.uuid4().hex)
+        self.stored = StoredRun(path, resume_step, written)
         self.run = wandb.init(
             id=self.stored.id,
             resume=None if mode == "offline" else "allow",  # offline, the id makes it the same run

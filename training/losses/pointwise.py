@@ -96,15 +96,6 @@ def relative_l2_weights(mask: Tensor, target: Tensor) -> Tensor:
     return mask / squares.clamp_min(TINY)
 
 
-def change_weights(change_ratio: Tensor, power: int = 2) -> Tensor:
-    """Return weights (V,) 1 / (change std / std)^power: errors in units of a typical change over a step.
-
-    power: that of an error in its penalty. Slow variables then count as much as fast ones (GraphCast, Lam et
-    al. 2023, section 4.2).
-    """
-    return change_ratio.pow(-power)
-
-
 # -- sums
 
 

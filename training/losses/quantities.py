@@ -17,16 +17,9 @@ GRAVITY = 9.80665  # m s-2
 # of the air without its vapour (Trenberth and Smith 2005); clouds are a hundredth of the vapour.
 QUANTITIES: dict[str, dict[str, float]] = {
     "dry_mass": {"surface_pressure": 1.0, "total_column_water_vapour": -GRAVITY},
-    "total_water": {},  # of specific humidity on the predicted levels: `layers`
+    "total_water": {},  # of specific humidity on the predicted levels: `terms_of`
 }
 HUMIDITY, PASCAL = "specific_humidity", 100.0  # a hPa
-
-
-def layers(levels: Sequence[int]) -> np.ndarray:
-    """Return the mass of air of each of ascending pressure levels (hPa), (n,) kg m-2, trapezoidal."""
-    pressure = PASCAL * np.asarray(levels, np.float64)
-    borders = np.concatenate([pressure[:1], (pressure[1:] + pressure[:-1]) / 2, pressure[-1:]])
-    return np.diff(borders) / GRAVITY
 
 
 def terms_of(quantity: str, variables: Sequence[str]) -> dict[str, float]:
@@ -36,7 +29,10 @@ def terms_of(quantity: str, variables: Sequence[str]) -> dict[str, float]:
     levels = sorted(level for name, level in map(split_name, variables) if name == HUMIDITY and level)
     if len(levels) < 2:
         return {}
-    masses = zip(levels, layers(levels).tolist(), strict=True)
+    # The mass of air (kg m-2) of each of ascending pressure levels (hPa), trapezoidal.
+    pressure = PASCAL * np.asarray(levels, np.float64)
+    borders = np.concatenate([pressure[:1], (pressure[1:] + pressure[:-1]) / 2, pressure[-1:]])
+    masses = zip(levels, (np.diff(borders) / GRAVITY).tolist(), strict=True)
     return {f"{HUMIDITY}:{level}": mass for level, mass in reversed(list(masses))}
 
 

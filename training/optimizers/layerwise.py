@@ -53,10 +53,8 @@ class SharedSums:
         self.tables: dict[tuple[nn.Parameter, ...], tuple[Tensor, Tensor]] = {}
 
     def __call__(self, parameters: Sequence[nn.Parameter], numbers: Tensor) -> Tensor:
-        """Return the sums (N, K) over all ranks, float64, of K numbers of each of N parameters.
-
-        All ranks must call it, even those without such a parameter.
-        """
+        """Return the sums (N, K) over all ranks, float64, of K numbers of each of N parameters."""
+        # All ranks must call it, even those without such a parameter.
         numbers = numbers.double()
         if dist.get_world_size() == 1:
             return numbers
@@ -76,7 +74,7 @@ def squared_norms(weights: list[Tensor], steps: list[Tensor]) -> Tensor:
     """Return |w|^2 and |step|^2 of a rank's part of each parameter, (N, 2), float64."""
     if not weights:
         return torch.zeros(0, 2, dtype=torch.float64)
-    norms = torch._foreach_norm([*weights, *steps])  # type: ignore[reportPrivateImportUsage]
+    norms = torch._foreach_norm(weights + steps)  # type: ignore[reportPrivateImportUsage]
     return torch.stack(norms).view(2, -1).T.double().square()
 
 
@@ -84,6 +82,30 @@ def trust_ratios(weights: Tensor, steps: Tensor, coefficient: float = 1.0) -> Te
     """Return coefficient |w| / |step|, at most LARGEST, of whole parameters' norms (N,); 1 where one is 0."""
     nonzero = (weights > 0) & (steps > 0)
     return torch.where(nonzero, (coefficient * weights / steps).clamp(max=LARGEST), 1.0)
+
+
+def sgd_step(
+    weights: list[Tensor],
+    gradients: list[Tensor],
+    buffers: list[Tensor],
+    momentum: float,
+    lr: float | Tensor,
+    bad: Tensor | None,
+) -> None:
+    """Update weights with torch's fused SGD, which takes no buffers without momentum; `bad`: `adamw_step`."""
+    torch._fused_sgd_(
+        weights,
+        gradients,
+        buffers,
+        weight_decay=0.0,
+        momentum=momentum,
+        lr=lr,
+        dampening=0.0,
+        nesterov=False,
+        maximize=False,
+        is_first_step=False,  # True would not read the momentum: zeros give the same
+        found_inf=bad,
+    )
 
 
 class LAMB(torch.optim.AdamW):
@@ -109,32 +131,19 @@ class LAMB(torch.optim.AdamW):
             norms = self.sums(parameters, squared_norms(weights, directions)).sqrt()
             rates = (group["lr"] * trust_ratios(norms[:, 0], norms[:, 1])).float()
             for weight, direction, rate in zip(weights, directions, rates, strict=True):
-                # SGD's kernel reads the rate on the device, and respects `bad`.
-                torch._fused_sgd_(
-                    [weight],
-                    [direction],
-                    [],
-                    weight_decay=0.0,
-                    momentum=0.0,
-                    lr=rate,
-                    dampening=0.0,
-                    nesterov=False,
-                    maximize=False,
-                    is_first_step=False,
-                    found_inf=bad,
-                )
+                sgd_step([weight], [direction], [], 0.0, rate, bad)  # which reads the rate on the device
 
 
 class SGD(torch.optim.Optimizer):
-    """SGD on shards, with torch's fused kernel. A bad step (`found_inf`) changes nothing, bit-exact.
+    """SGD on shards, with torch's fused kernel. A bad step (`found_inf`) changes nothing, bit-exact."""
 
-    torch.optim.SGD would continue from uninitialized momentum if its first step is bad.
-    """
-
+    # torch.optim.SGD would continue from uninitialized momentum if its first step is bad.
     buffer = "momentum_buffer"
 
-    def __init__(self, groups: list[dict], momentum: float) -> None:
+    def __init__(self, groups: list[dict], momentum: float, sums: SharedSums | None = None) -> None:
+        """sums: LARS's, whose momentum averages scaled gradients of matrices."""
         super().__init__(groups, {"lr": 0.0, "momentum": momentum, "weight_decay": 0.0})
+        self.sums = sums
 
     def moment_names(self, parameter: nn.Parameter) -> tuple[str, ...]:
         return (self.buffer,) if self.defaults["momentum"] else ()
@@ -142,51 +151,26 @@ class SGD(torch.optim.Optimizer):
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]  # closures are not used
         for group in self.param_groups:
-            parameters = with_gradient(group)
+            parameters, decay, momentum = with_gradient(group), group["weight_decay"], group["momentum"]
             allocate(self, parameters)
-            gradients = self.decayed_gradients(parameters, group)
-            if parameters:
-                # The kernel takes no buffers without momentum.
-                has_momentum = group["momentum"] > 0
-                torch._fused_sgd_(
-                    [local(p) for p in parameters],
-                    gradients,
-                    [local(self.state[p][self.buffer]) for p in parameters] if has_momentum else [],
-                    weight_decay=0.0,
-                    momentum=group["momentum"],
-                    lr=group["lr"],
-                    dampening=0.0,
-                    nesterov=False,
-                    maximize=False,
-                    is_first_step=False,  # True would not read the momentum: zeros give the same
-                    found_inf=getattr(self, "found_inf", None),
-                )
-
-    def decayed_gradients(self, parameters: list[nn.Parameter], group: dict) -> list[Tensor]:
-        """Return the gradients with weight decay, as the momentum averages them."""
-        gradients = [gradient(p) for p in parameters]
-        if parameters and group["weight_decay"]:
-            torch._foreach_add_(gradients, [local(p) for p in parameters], alpha=group["weight_decay"])
-        return gradients
+            weights, gradients = [local(p) for p in parameters], [gradient(p) for p in parameters]
+            # -- LARS's ratios of matrices, by the norms of all in one collective, which every rank calls
+            ratios = None
+            if self.sums and group["matrices"]:
+                norms = self.sums(parameters, squared_norms(weights, gradients)).sqrt()
+                ratios = trust_ratios(norms[:, 0], norms[:, 1] + decay * norms[:, 0], COEFFICIENT).float()
+            if not parameters:
+                continue
+            # -- the gradients with weight decay, as the momentum averages them, then the weights
+            if decay:
+                torch._foreach_add_(gradients, weights, alpha=decay)
+            if ratios is not None:
+                torch._foreach_mul_(gradients, list(ratios))
+            buffers = [local(self.state[p][self.buffer]) for p in parameters if momentum > 0]
+            sgd_step(weights, gradients, buffers, momentum, group["lr"], getattr(self, "found_inf", None))
 
 
 class LARS(SGD):
-    """LARS on any layout with one all-reduce a step."""
+    """LARS on any layout with one all-reduce a step: SGD with `sums`."""
 
     buffer = "scaled_momentum_buffer"  # differs from SGD's, which averages unscaled gradients
-
-    def __init__(self, groups: list[dict], momentum: float, sums: SharedSums) -> None:
-        super().__init__(groups, momentum)
-        self.sums = sums
-
-    def decayed_gradients(self, parameters: list[nn.Parameter], group: dict) -> list[Tensor]:
-        if not group["matrices"]:
-            return super().decayed_gradients(parameters, group)
-        squares = squared_norms([local(p) for p in parameters], [gradient(p) for p in parameters])
-        weight_norms, gradient_norms = self.sums(parameters, squares).sqrt().unbind(1)
-        steps = gradient_norms + group["weight_decay"] * weight_norms
-        ratios = trust_ratios(weight_norms, steps, COEFFICIENT)
-        gradients = super().decayed_gradients(parameters, group)
-        if parameters:
-            torch._foreach_mul_(gradients, list(ratios.float()))
-        return gradients

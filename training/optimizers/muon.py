@@ -29,12 +29,7 @@ class Muon(torch.optim.AdamW):
     """
 
     def __init__(
-        self,
-        groups: list[dict],
-        betas: tuple[float, float],
-        eps: float,
-        momentum: float,
-        dtype: torch.dtype,
+        self, groups: list[dict], betas: tuple[float, float], eps: float, momentum: float, dtype: torch.dtype
     ) -> None:
         super().__init__(groups, lr=0.0, betas=betas, eps=eps, fused=True)
         self.momentum, self.dtype = momentum, dtype
@@ -50,39 +45,38 @@ class Muon(torch.optim.AdamW):
             if not group["blocks"]:
                 adamw_step(self, with_gradient(group), group, bad)
                 continue
-            parameters = with_gradient(group)
+            parameters, is_bad = with_gradient(group), None if bad is None else bad.bool()
             allocate(self, parameters)
             for parameter in parameters:
-                self._step_matrix(parameter, group, None if bad is None else bad.bool())
+                # -- the mean gradient, with Nesterov's momentum
+                weight, new = local(parameter), gradient(parameter)
+                mean = local(self.state[parameter][BUFFER])
+                if is_bad is not None:
+                    new = torch.where(is_bad, mean, new)  # leaves the mean unchanged
+                mean.lerp_(new, 1 - self.momentum)
+                part = new.lerp(mean, self.momentum)
 
-    def _step_matrix(self, parameter: nn.Parameter, group: dict, bad: Tensor | None) -> None:
-        weight, mean, new = local(parameter), local(self.state[parameter][BUFFER]), gradient(parameter)
-        if bad is not None:
-            new = torch.where(bad, mean, new)  # leaves the mean unchanged
-        mean.lerp_(new, 1 - self.momentum)
-        update = self._orthogonalize(new.lerp(mean, self.momentum), parameter)  # Nesterov's
-        rows, columns = parameter.shape[0], parameter.shape[1:].numel()
-        scale = 0.2 * math.sqrt(max(rows, columns))
-        moved = weight * (1 - group["lr"] * group["weight_decay"])
-        moved.add_(update, alpha=-group["lr"] * scale)
-        weight.copy_(moved if bad is None else torch.where(bad, weight, moved))
+                # -- this rank's part of the orthogonalized matrix, from its part of the matrix
+                if isinstance(parameter, DTensor):
+                    sharded = DTensor.from_local(
+                        part.to(self.dtype),
+                        parameter.device_mesh,
+                        parameter.placements,
+                        run_check=False,
+                        shape=parameter.shape,
+                        stride=parameter.stride(),
+                    )
+                    matrix, result = sharded.full_tensor(), torch.zeros_like(sharded, dtype=part.dtype)
+                    copy_part(result, orthogonalize(matrix.flatten(1)).view_as(matrix))
+                    update = local(result)
+                else:
+                    update = orthogonalize(part.flatten(1).to(self.dtype)).view_as(part).to(part.dtype)
 
-    def _orthogonalize(self, part: Tensor, parameter: nn.Parameter) -> Tensor:
-        """Return this rank's part of the orthogonalized matrix, from its part of the matrix."""
-        if not isinstance(parameter, DTensor):
-            return orthogonalize(part.flatten(1).to(self.dtype)).view_as(part).to(part.dtype)
-        sharded = DTensor.from_local(
-            part.to(self.dtype),
-            parameter.device_mesh,
-            parameter.placements,
-            run_check=False,
-            shape=parameter.shape,
-            stride=parameter.stride(),
-        )
-        matrix = sharded.full_tensor()
-        result = torch.zeros_like(sharded, dtype=part.dtype)
-        copy_part(result, orthogonalize(matrix.flatten(1)).view_as(matrix))
-        return local(result)
+                # -- the weights
+                scale = 0.2 * math.sqrt(max(parameter.shape[0], parameter.shape[1:].numel()))
+                moved = weight * (1 - group["lr"] * group["weight_decay"])
+                moved.add_(update, alpha=-group["lr"] * scale)
+                weight.copy_(moved if is_bad is None else torch.where(is_bad, weight, moved))
 
 
 def orthogonalize(matrix: Tensor) -> Tensor:
