@@ -62,7 +62,7 @@ def start(cable, start_job, config_file) -> Start:
     def on_host(host: int, folder: Path, *options: str, restarts: str = "0", own_disk: bool = False) -> Job:
         inside = ["ip", "netns", "exec", HOSTS[host]]  # with mounts of its own, too
         if own_disk:
-            inside += ["sh", "-c", f"mount -t tmpfs none {shlex.quote(str(folder))} && exec \"$@\"", "sh"]
+            inside += ["sh", "-c", f'mount -t tmpfs none {shlex.quote(str(folder))} && exec "$@"', "sh"]
         network = {"NGPU": "1", "NNODES": "2", "RDZV_ENDPOINT": f"{PREFIX}.1:29511", "NODE_RANK": str(host)}
         network["GLOO_SOCKET_IFNAME"] = f"cable-{'ab'[host]}"  # this machine's name leads to neither
         return start_job(config_file, folder, *options, host=inside, MAX_RESTARTS=restarts, **network)
