@@ -77,7 +77,7 @@ def run_with_stalls(folder: Path, *options: str) -> Path:
     settings = "--training.steps 6 --checkpoint.enable false --metrics.log_freq 100"
     traced = "--profiling.enable_profiling true --profiling.profile_freq 6 --profiling.profile_steps 3"
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("training.batches.FieldDataset", SlowDataset)
+        patch.setattr("train.FieldDataset", SlowDataset)
         patch.setattr(Objective, "cut", cut_and_read)
         patch.setattr(Metrics, "count_step", wait_and_count)
         train(load_checked([*files, *settings.split(), *traced.split(), *options]))

@@ -181,7 +181,7 @@ def test_a_base_is_read_alike_on_every_layout_and_so_is_what_is_saved(ranks, tmp
 
 def test_a_dry_run_counts_moments_of_what_trains_alone() -> None:
     options = ["--job.config_file", "train_configs/demo.toml", "--lora.enable", "--lora.rank", "2"]
-    options += ["--checkpoint.initial_load_path", "elsewhere"]
+    options += ["--checkpoint.initial_load_path", "elsewhere", "--model.dim=192", "--optimizer.name=AdamW"]
     found = dry_run(load_checked(options), 2, global_grid((32, 64)), 7)
     adapters = 4 * 4 * 2 * 17 * 192 // 2  # bytes: layers x rank x features in and out, of every second rank
     assert found.gradients == adapters and 2 * adapters <= found.optimizer < 2.1 * adapters
