@@ -18,6 +18,7 @@ import signal
 import socket
 import sys
 import time
+import warnings
 import zlib
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -241,6 +242,12 @@ class Checkpointer:
         self.config_toml = config_toml
         self.about = {**about, "ranks": dist.get_world_size(), "versions": {"torch": torch.__version__}}
         self.group = cpu_group()  # its own, so that a saving thread does not mix with training's collectives
+        # Threads of gloo would copy plans in parallel loops. Where two threads of a process have such loops,
+        # OpenMP's workers sleep between them: steps after the first save took 1.8 x as long on two cores.
+        self.no_dist = dist.get_world_size() == 1
+        warnings.filterwarnings(
+            "ignore", message="torch.distributed is disabled, unavailable or uninitialized"
+        )
         self.process: CheckpointProcess | None = None
         self.stager: DefaultStager | None = None
         self.in_flight: tuple[int, Future] | None = None
@@ -278,7 +285,7 @@ class Checkpointer:
         is_ready = not needs_process or (self.process is not None and self.process.is_alive)
         answers = from_all_ranks((names == self.names, is_ready))
         if not all(is_known for is_known, _ in answers):
-            plan = _DistWrapper(self.group, use_dist=True, coordinator_rank=0).reduce_scatter(
+            plan = _DistWrapper(self.group, use_dist=not self.no_dist, coordinator_rank=0).reduce_scatter(
                 "choose what each rank writes",
                 lambda: create_default_local_save_plan(tensors, False),
                 dedup_save_plans,
@@ -310,6 +317,11 @@ class Checkpointer:
             self.stager = DefaultStager(StagingOptions(on_gpu, is_shared, is_shared, on_gpu))
             # torch 2.11 and 2.12 close it after every copy, and then cannot copy again.
             self.stager._state_dict_stager.close = lambda: None
+            # Its thread copies alone: see `no_dist`.
+            if executor := getattr(self.stager, "_staging_executor", None):
+                num_threads = executor.submit(torch.get_num_threads).result()  # the first call there sets it
+                executor.submit(torch.set_num_threads, 1).result()
+                torch.set_num_threads(num_threads)  # for threads that start later
 
         # -- the save
         now, started = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()), time.monotonic()
@@ -321,6 +333,7 @@ class Checkpointer:
             "storage_writer": CheckpointWriter(target, about, self.config_toml, self.keep, self.spared_step),
             "planner": DefaultSavePlanner(flatten_state_dict=False, enable_plan_caching=caching),
             "process_group": self.group,
+            "no_dist": self.no_dist,
         }
         future: Future = Future()
         if self.mode == "disabled":
@@ -508,7 +521,7 @@ def find_undamaged(list_candidates: Callable[[], Iterable[Path]], sets_aside: bo
                     with suppress(Damaged, Unreadable):
                         names |= files.read_manifest(folder)["files"].keys()
                     missing = from_all_ranks({name for name in names if not (folder / name).exists()})
-                    is_damaged = any(all(name in names for names in missing) for name in missing[0])
+                    is_damaged = bool(set.intersection(*missing))
                 if is_damaged:
                     aside = from_first_rank(partial(files.set_aside, folder)) if sets_aside else ""
                     logger.warning("%s%s; taking the one before", error, aside)

@@ -6,6 +6,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 from contextlib import suppress
 from pathlib import Path
@@ -292,6 +293,31 @@ def test_a_rank_copies_what_it_writes_alone(ranks, tmp_path, ranks_of_layout, re
     for staged, size in ranks(ranks_of_layout).run(count_staged, layout, tmp_path):
         assert 0.75 * size / replicas < staged < 1.25 * size / replicas
     assert complete_steps(tmp_path) == [1, 2]
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_save_leaves_no_second_team_of_threads(build, mode):
+    """Where two threads of a process compute in parallel loops, the workers of both sleep between them: steps
+    after the first save took 1.8 x as long on two cores.
+    """
+
+    def count_workers() -> int:
+        """Count threads of this process's name that are not Python's: those of OpenMP."""
+        names = [(task / "comm").read_text() for task in Path("/proc/self/task").iterdir()]
+        return names.count(Path("/proc/self/comm").read_text()) - threading.active_count()
+
+    number = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        checkpointer = build(mode)
+        torch.zeros(2**20).add_(1)  # starts the team of this thread
+        tensors = {f"layer {number}": torch.zeros(2**16 if number < 20 else 8) for number in range(500)}
+        workers = count_workers()
+        checkpointer.save(1, tensors)
+        checkpointer.wait()
+        assert count_workers() == workers and torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(number)
 
 
 def test_the_global_batch_goes_on():
