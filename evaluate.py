@@ -129,12 +129,12 @@ def run(config: Config, options: Namespace) -> None:
     truth = selection.archive
     if options.truth:
         truth = open_archive(options.truth, picks, access, config.data.region)
-    first, *others = forecasts
+    first, *further = forecasts
     variables = [v for v in selection.variables if v in forecasts[first].variables and v in truth.variables]
     if not variables:
         reason = f"the forecast has {', '.join(forecasts[first].variables)}"
         refuse("data.variables", selection.variables, f"{reason}; name some of them that the truth has")
-    for name in others:
+    for name in further:
         if not {*variables} & {*forecasts[name].variables}:
             reason = f"it has none of the variables that {first!r} has, {', '.join(variables)}"
             raise ConfigError(f"--forecast {name!r}: {reason}; score it alone")
@@ -180,7 +180,7 @@ def run(config: Config, options: Namespace) -> None:
 
     # -- files, plots, tables -----------------------------------------------------------------------------
     # The scorecard compares with the second forecast, or with the hardest baseline.
-    candidates = [*others, "damped persistence", "persistence", "climatology"]
+    candidates = [*further, "damped persistence", "persistence", "climatology"]
     against = next((name for name in candidates if name in compared), "")
     land = selection.land()
     if land is not None and not grid.same_as(selection.archive.grid):

@@ -241,8 +241,8 @@ def _find_coordinate(file: OpenFile, role: str, roles: Mapping[str, str]) -> str
     for name in names:
         if file.arrays[name].ndim == 1:
             return name
-    others = ", ".join(names or sorted(file.arrays)) or "nothing"
-    raise DataError(f"it has no one-dimensional {role}, only {others}")
+    candidates = ", ".join(names or sorted(file.arrays)) or "nothing"
+    raise DataError(f"it has no one-dimensional {role}, only {candidates}")
 
 
 def _is_dates(variable: xr.Variable) -> bool:
@@ -578,12 +578,12 @@ class NamedLayout:
             return self.read_times(axis, at)
         # Analyses. cfgrib writes forecasts with the start in `time`, the date in `valid_time`, and the lead.
         along = {name: {*map(str, arrays[name].dims)} for name in (*self.dates, *self.leads)}
-        others = [name for name in self.dates if name != axis and {axis} <= along[name] <= {axis, *at}]
-        candidates = [axis, *others] if axis in arrays or not others else others
+        alternatives = [name for name in self.dates if name != axis and {axis} <= along[name] <= {axis, *at}]
+        candidates = [axis, *alternatives] if axis in arrays or not alternatives else alternatives
         standard_names = {name: self.file.attribute(name, "standard_name") for name in candidates}
         named = [n for n in candidates if standard_names[n] == "time" or n == axis == "valid_time"]
         if not named and self.file.attribute(axis, "standard_name") == START:
-            named = others
+            named = alternatives
         first, *rest = named or candidates
         for name in rest:
             if not np.array_equal(self.read_times(name, at), self.read_times(first, at)):

@@ -139,9 +139,9 @@ LINK, PRECISIONS = (
 )  # and fp8; "fp32" means TF32 where there is TF32
 BY_HEAD_SIZE = [f"{kind}_{way}" for kind in ("attention", "hopper") for way in ("forward", "backward")]
 # Keys of a machine that are not numbers -> type, or required keys of a table of numbers.
-OTHERS: dict[str, type | tuple[str, ...]] = {"like": str, "known_as": list, "shared": bool}
-OTHERS |= {"peak": PRECISIONS, "matmul": PRECISIONS, "inside": LINK, "between": LINK}
-OTHERS |= dict.fromkeys(BY_HEAD_SIZE, ())
+NO_NUMBERS: dict[str, type | tuple[str, ...]] = {"like": str, "known_as": list, "shared": bool}
+NO_NUMBERS |= {"peak": PRECISIONS, "matmul": PRECISIONS, "inside": LINK, "between": LINK}
+NO_NUMBERS |= dict.fromkeys(BY_HEAD_SIZE, ())
 TABLE_KEYS = (*LINK, *PRECISIONS, "fp8", "32", "48", "64", "80", "96", "128", "256")
 DEVICE_KEYS = [field.name for field in dataclasses.fields(Device)][1:]  # without the name
 FIELDS = [*DEVICE_KEYS, *(field.name for field in dataclasses.fields(Cluster))]
@@ -213,7 +213,7 @@ def all_machines(files: Iterable[str | Path] = ()) -> dict[str, Table]:
             if not isinstance(table, dict):
                 raise ConfigError(f"{where}: {machine} is outside a machine; put it below [name]")
             for key, value in table.items():
-                takes, fix = OTHERS.get(key), "give a positive number"
+                takes, fix = NO_NUMBERS.get(key), "give a positive number"
                 if key not in KEYS:
                     valid, fix = False, f"no such key; {nearest(key, KEYS)}"
                 elif takes is None:

@@ -129,8 +129,8 @@ def step_time(work: Workload, cluster: Cluster) -> StepTime:
         of_axes = {}
         for axis, collectives in (("tp", tensor_collectives), ("cp", context_collectives)):
             calls = collectives(work)[is_backward]
-            taken = sum(n * seconds(call.kind, call.size, routes[axis]) for call, n in calls.items())
-            of_axes[axis] = taken * layers / work.model.layers
+            transfer = sum(n * seconds(call.kind, call.size, routes[axis]) for call, n in calls.items())
+            of_axes[axis] = transfer * layers / work.model.layers
         if work.method == "ring":  # which attention hides
             attending = layers * attention_seconds(work, device, bool(is_backward))
             of_axes["cp"] = max(of_axes["cp"] - attending * (1 - 1 / work.degrees.cp), 0.0)
@@ -138,13 +138,13 @@ def step_time(work: Workload, cluster: Cluster) -> StepTime:
         of_axes["pp"] = work.stages_of_rank * seconds("send", unit_bytes(work), routes["pp"])
         if work.stages_of_rank > 1:  # of one stage while the next computes
             of_axes["pp"] = max(of_axes["pp"] - layers * in_block[is_backward], 0.0)
-        for axis, taken in of_axes.items():
-            communicating[axis] += number * taken
-            inside += taken
+        for axis, transfer in of_axes.items():
+            communicating[axis] += number * transfer
+            inside += transfer
     if work.degrees.pp == 1:
         for axis, calls in zip(("tp", "cp"), rollout_collectives(work), strict=True):
-            taken = sum(n * seconds(call.kind, call.size, routes[call.axis]) for call, n in calls.items())
-            communicating[axis] += work.forecasts * taken
+            transfer = sum(n * seconds(call.kind, call.size, routes[call.axis]) for call, n in calls.items())
+            communicating[axis] += work.forecasts * transfer
 
     # -- data parallelism, of which a part is hidden; what is hidden slows what computes. FSDP reduces and
     # scatters gradients in every pass, and all-reduces them over replicas (HSDP) in the last. Those of a
@@ -186,7 +186,8 @@ def step_time(work: Workload, cluster: Cluster) -> StepTime:
     slower = 0.0 if cluster.shared else constants.NCCL_SLOWDOWN
     computing["slowed by collectives"] = slower * ring.bandwidth / cluster.inside.bandwidth * hidden
     names = {"tp": "exposed tensor parallel", "cp": "exposed context parallel", "pp": "exposed pipeline"}
-    sent = {names[axis]: taken for axis, taken in communicating.items()} | {"exposed data parallel": exposed}
+    sent = {names[axis]: seconds for axis, seconds in communicating.items()}
+    sent |= {"exposed data parallel": exposed}
 
     # -- stages wait for the slowest rank of the one before, and all ranks for the one that computes longest.
     # A pipeline idles for p - 1 micro-batches of one of a rank's stages; zero-bubble schedules fill all but

@@ -300,11 +300,11 @@ class Restart:
     """
 
     def __init__(
-        self, checkpointer: Checkpointer | None, state: TrainState, others: Sequence[Any] = ()
+        self, checkpointer: Checkpointer | None, state: TrainState, restartables: Sequence[Any] = ()
     ) -> None:
         """The state has been loaded."""
         self.checkpointer, self.state = checkpointer, state
-        self.objects = ([checkpointer] if checkpointer else []) + [state] + list(others)
+        self.objects = ([checkpointer] if checkpointer else []) + [state] + list(restartables)
         for restartable in self.objects:
             restartable.restart(state.progress.step)
 

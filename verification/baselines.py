@@ -202,8 +202,10 @@ def build_baselines(
     leads = leads[np.isin(times[:, None] + leads, archive.times).any(axis=0)]
     valid_times = np.unique(times[:, None] + leads)
     variables = [name for name in selection.variables if name in variables]
-    kept = max(1, KEPT_BYTES // (4 * len(variables) * archive.grid.shape[0] * archive.grid.shape[1]))
-    read = lru_cache(kept)(lambda time, some: archive.read(archive.index(time), some))
+    bytes_of_state = 4 * len(variables) * archive.grid.shape[0] * archive.grid.shape[1]
+    read = lru_cache(max(1, KEPT_BYTES // bytes_of_state))(
+        lambda time, some: archive.read(archive.index(time), some)
+    )
     baselines = {}
     if "persistence" in names:
         baselines["persistence"] = persistence_forecast(archive, variables, times, leads, read=read)

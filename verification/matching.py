@@ -126,8 +126,8 @@ class Matcher:
         # As many states are kept as valid times are in one block of dates: the next block needs most of them.
         ends = np.array([dates[[block[0], block[-1]]] for block in self.blocks(range(len(dates)))])
         inside = 1 + np.diff(np.searchsorted(truth.times, ends + leads[-1] * np.arange(2))).max()
-        kept = min(inside, KEPT_BYTES // (bytes_of(grid) * len(variables))) // self.times_at_once
-        self.read_truth = lru_cache(len(self.groups) * max(1, int(kept)))(self._read_truth)
+        blocks_in_cache = min(inside, KEPT_BYTES // (bytes_of(grid) * len(variables))) // self.times_at_once
+        self.read_truth = lru_cache(len(self.groups) * max(1, int(blocks_in_cache)))(self._read_truth)
 
     def _find_variables(self, f: int, name: str) -> list[bool]:
         """Return which variables a forecast has. One without a value in some fields of its first, middle and

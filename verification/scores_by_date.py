@@ -291,18 +291,18 @@ def read_example(matcher: Matcher, lead: int) -> Example | None:
     """Return truth and first forecast of the customary variables at a lead (position), from the last date
     that has a truth there; None without one.
     """
-    shown = headline(np.array(matcher.variables)[matcher.has[0]].tolist())
+    customary = headline(np.array(matcher.variables)[matcher.has[0]].tolist())
     for date in reversed(range(len(matcher.dates))):
         fields = {}
         for rows in matcher.groups:
             names = [matcher.variables[row] for row in rows]
-            for match in matcher.read(Step([date], [lead], rows)) if {*names} & {*shown} else []:
+            for match in matcher.read(Step([date], [lead], rows)) if {*names} & {*customary} else []:
                 forecast = match.forecasts[0]
                 forecast = forecast.mean(dim=0) if forecast.ndim > 3 else forecast
                 pairs = zip(match.analysis.cpu().numpy(), forecast.cpu().numpy(), strict=True)
                 fields |= dict(zip(names, pairs, strict=True)) if match.has[0].any() else {}
         if fields:
-            return matcher.dates[date], {name: fields[name] for name in shown}
+            return matcher.dates[date], {name: fields[name] for name in customary}
     return None
 
 

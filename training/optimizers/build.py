@@ -45,8 +45,8 @@ def build_optimizer(
     inside = {name: p for name, p in parameters.items() if name.startswith("blocks.") and p.ndim > 1}
     outside = {name: p for name, p in parameters.items() if name not in inside}
     blocks = {"params": list(inside.values()), "weight_decay": settings.weight_decay, "blocks": True}
-    others = [group | {"blocks": False} for group in parameter_groups(outside, settings.weight_decay)]
-    return Muon([blocks] + others, betas, eps, momentum, product_dtype)
+    outside_groups = [group | {"blocks": False} for group in parameter_groups(outside, settings.weight_decay)]
+    return Muon([blocks] + outside_groups, betas, eps, momentum, product_dtype)
 
 
 def parameter_groups(parameters: dict[str, nn.Parameter], weight_decay: float) -> list[dict]:
