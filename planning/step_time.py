@@ -186,7 +186,7 @@ def step_time(work: Workload, cluster: Cluster) -> StepTime:
     slower = 0.0 if cluster.shared else constants.NCCL_SLOWDOWN
     computing["slowed by collectives"] = slower * ring.bandwidth / cluster.inside.bandwidth * hidden
     names = {"tp": "exposed tensor parallel", "cp": "exposed context parallel", "pp": "exposed pipeline"}
-    sent = {names[axis]: seconds for axis, seconds in communicating.items()}
+    sent = {names[axis]: transfer for axis, transfer in communicating.items()}
     sent |= {"exposed data parallel": exposed}
 
     # -- stages wait for the slowest rank of the one before, and all ranks for the one that computes longest.
