@@ -122,6 +122,7 @@ def read_toml(
             hint = "; name a TOML file in it" if path.is_dir() else hint or "; name a file that exists"
             hint += ", next to this one or in the project" * bool(seen)
         raise ConfigError(f"{name}: {getattr(error, 'strerror', None) or error}{hint}") from None
+    # -- a table of sections, and perhaps the file that it extends
     if not text.strip():
         raise ConfigError(f"{name}: the file is empty; a TOML configuration expected")
     try:
@@ -139,6 +140,7 @@ def read_toml(
         raise ConfigError(f"{name}: a circle of extends: {chain}; remove one of them")
     if extended is not None and not isinstance(extended, str):
         raise ConfigError(f"{path}: extends = {format_value(extended)}: the name of one TOML file expected")
+    # -- every key by its section, with the type of its field
     values: Values = {}
     for section, keys in raw.items():
         if not isinstance(keys, dict):
@@ -153,6 +155,7 @@ def read_toml(
             key: _convert(f"{section}.{key}", value, _field(schema, section, key, str(path)).type)
             for key, value in keys.items()
         }
+    # -- values of this file replace those of the file that it extends
     if extended is None:
         return values
     adjacent, ours = path.parent / extended, PROJECT / extended  # next to the file, or in the project
@@ -185,6 +188,7 @@ def _convert(name: str, value: Any, kind: Any) -> Any:
     if get_origin(base) is Literal:
         require(value in get_args(base), name, value, nearest(str(value), get_args(base)))
         return value
+    # -- lists, whose items are of one type
     if get_origin(base) is tuple:
         items = get_args(base)
         first = _unwrap(items[0])[0]
@@ -198,6 +202,7 @@ def _convert(name: str, value: Any, kind: Any) -> Any:
         return tuple(_convert(f"{name}[{i}]", v, items[0]) for i, v in enumerate(value))
     if base is float and type(value) is int and abs(value) <= sys.float_info.max:
         value = float(value)
+    # -- a type that is not the field's, named as a user of TOML knows it
     kinds = {
         bool: "a boolean",
         int: "a whole number",
@@ -208,6 +213,7 @@ def _convert(name: str, value: Any, kind: Any) -> Any:
     found = (kinds | {str: "text"}).get(type(value), "a bare date; put it in quotes")
     reason = f"{type_name(kind)} expected, not {found}"
     require(type(value) is base, name, value, reason)
+    # -- text that is a name or a path: what no file system takes is refused here, not after an hour
     if base is str:
         text, reason = str(value), "a text without control characters expected"
         require(not UNPRINTABLE.search(text), name, value, reason)

@@ -208,6 +208,7 @@ def open_forecasts(
         if plain_name(name) in map(plain_name, (*BASELINES, *forecasts)):
             reason = "its files would have the names of a baseline's or another one's; rename it, NAME=PATH"
             raise ConfigError(f"--forecast {name!r}: {reason}")
+        # -- what the forecast says of itself, and whether the run has trained on since
         stored = forecasts[name] = open_forecast(path, picks, access)
         if stored.status is not None and (left := int((stored.status == NOT_COMPUTED).any(1).sum())):
             reason = f"the forecasts from {left} of its {len(stored.times)} initial dates are not finished"
@@ -298,6 +299,7 @@ def find_climatology(
         shutil.rmtree(target, ignore_errors=True)
         os.replace(unfinished, target)
 
+    # -- one evaluation computes it, others that started meanwhile wait for it
     if not is_locked:  # of an evaluation with another --output
         from_first_rank(lambda: locks.append(lock_output(target.parent, wait=True)))
     if from_first_rank(lambda: stored_fingerprint(target)) != fingerprint:

@@ -241,6 +241,7 @@ def forecast_batch(
     Nothing waits for the device before the last lead, except the store when it falls behind.
     """
     normalizer, device = forecaster.normalizer, forecaster.model.device
+    # -- initial states; one with a missing value is not forecast, and its forecast stays NaN
     empty = ~torch.isfinite(start).flatten(2).any(-1)  # (B, h V)
     empty[:, normalizer.channels.hidden] = False  # the model does not see these
     rows = (~empty.any(1)).nonzero().flatten().tolist()  # the others stay NaN in the store
@@ -249,6 +250,7 @@ def forecast_batch(
     limit, of_leads = plausible_size(normalizer.normalize(normalizer.newest(start))[0]), []
     members = torch.tensor([member for _, member in batch], device=device)
     keys = noise_keys(config.training.seed, 0, times, members)
+    # -- all leads: the device runs ahead of this loop, which only queues its work
     windows = rollout(
         forecaster.model.predict,
         normalizer,
@@ -266,6 +268,7 @@ def forecast_batch(
         if store:
             store.write(pairs, lead, normalizer.denormalize(state[rows])[:, normalizer.predicted])
         bar.update()
+    # -- a forecast has diverged from its first implausible lead on, because later ones start from that
     broken = torch.stack(of_leads, dim=1).cpu().numpy()  # (B, L, V), waits for the device
     status = np.where(np.logical_or.accumulate(broken.any(-1), axis=1), DIVERGED, COMPUTED)
     status[empty.any(1).numpy()] = NO_ANALYSIS

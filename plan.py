@@ -90,6 +90,7 @@ def main() -> None:
         world = cluster.devices if cluster else options.world_size
         os.environ["WORLD_SIZE"] = str(world)  # what the degrees are checked against
         config = start(rest, __doc__, check if options.layout != "auto" else None)
+        # -- one rank built and stepped on fake tensors, or closed forms for a cluster
         if options.dry_run:
             from planning.dry_run import dry_run  # imported here: torch takes seconds
 
@@ -166,6 +167,8 @@ def anchored(cluster: Cluster, run: str) -> tuple[Cluster, str]:
         record = run_record(folder)
         if record.device and record.device not in cluster.known_as:
             raise ConfigError(f"--anchor {folder}: was trained on {record.device!r}, no {cluster.name}")
+        # The ratio of measured to planned carries over to other layouts, unless it is so large that one is
+        # wrong.
         work = job(load_config(["--job.config_file", str(folder / "config.toml")]), record.ranks)
         planned = step_time(work, cluster.with_devices(record.ranks)).total
         anchor = Anchor(str(folder), layout_kind(work), record.seconds, planned)

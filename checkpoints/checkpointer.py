@@ -379,6 +379,7 @@ class Checkpointer:
             problem = "; ".join(f"rank {rank}: {failure}" for rank, failure in failures[:3])
         except (OSError, RuntimeError) as error:
             problem = str(error)
+        # A save is complete for all ranks or for none: each prunes, or clears, as the others do.
         problem = next(filter(None, from_all_ranks(problem)), "")  # of the lowest rank that has one
         self.last_error, self.failed_step = problem, step if problem else -1
         if not problem:

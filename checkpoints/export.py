@@ -99,6 +99,7 @@ def export_model(target: Path, step: OneStep, trained: Trained, selection: Selec
         "inputs": step.inputs,
         "checkpoint": checkpoint.name,
     }
+    # -- weights, configuration and names, then a program that runs without this project
     weights = {name: tensor.detach().contiguous() for name, tensor in step.model.named_parameters()}
     save_file(weights, target / WEIGHTS, metadata={"format": "pt"})
     plain = replace(config, lora=Lora(), checkpoint=replace(config.checkpoint, initial_load_path=""))

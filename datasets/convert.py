@@ -231,6 +231,7 @@ def lock(target: Path, request: Request) -> Iterator[None]:
             raise RunFailed(f"{key} {place!r} cannot be written ({error.strerror}); make room") from None
         reason = f"it cannot be written to ({error.strerror}); name another"
         refuse(key, place, reason + " with data.store_path" * request.from_config)
+    # -- of several runs that start on the same source the first converts it, and the others wait and read
     with file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -419,6 +420,7 @@ class Conversion:
         """Write what the store lacks. Raises ConfigError, DataError, RunFailed."""
         if not self.request.check_store(self.target, self.names):
             self.create()
+        # -- the store is that of this grid
         group, key = self.group, self.request.key("SOURCE")
         if not Grid(group["latitude"][:], group["longitude"][:]).same_as(self.grid):
             refuse(key, self.archive.path, f"its grid is not that of {str(self.target)!r}; use --grid")
@@ -436,6 +438,7 @@ class Conversion:
                 refuse(key, self.archive.path, f"{reason}; convert to another TARGET")
             number = f"{len(lost)} dates, the first {lost[0]}"
             logger.info("%s: the source has %s, no more", self.target, number)
+        # -- dates are appended only: training counts samples by position, which must not move
         later = np.setdiff1d(self.times, times)
         if len(later) and len(times) and later[0] < times[-1]:
             reason = f"it has {later[0]} now, which {str(self.target)!r} lacks before its end"
@@ -470,6 +473,7 @@ class Conversion:
             rows = rows[np.isin(times[rows], self.archive.times)]
             fields = {f"{field.path} {field.array}": field for field, _ in self.archive.find(name)}
             samples = [] if changed else evenly_spaced(rows, SAMPLED_DATES).tolist()
+            # A changed file may have other values on some dates only: compare more of those it has.
             for place in fields.keys() & changed:
                 inside = rows[np.isin(times[rows], np.asarray(fields[place].times))]
                 samples += evenly_spaced(inside, COMPARED_DATES).tolist()
@@ -486,6 +490,8 @@ class Conversion:
         """Create a store without values: under another name, so that a kill leaves nothing in TARGET."""
         new, dtype = self.target.with_name(f".{self.target.name}.new"), np.dtype(self.request.dtype)
         shape, size = self.grid.shape, dtype.itemsize * math.prod(self.grid.shape)
+        # A shard is the unit that a process writes at once: limited by files, memory and the largest source
+        # field.
         dates = max(1, min(SHARD_DATES, SHARD_BYTES // size, PART_BYTES // self.largest_field))
         shard_dates = 1 << (dates.bit_length() - 1)  # a power of two
         packings = self.estimate_packings() if dtype == np.float16 else {}
@@ -498,6 +504,7 @@ class Conversion:
             "states": self.states(),
             "change_seconds": round(3600 * hours),
         }
+        # -- arrays: a chunk is a field of one date, because training reads single dates in random order
         group = zarr.create_group(new, overwrite=True, attributes=attributes)
         sizes = {"time": len(self.times), "latitude": shape[0], "longitude": shape[1]}
 
@@ -528,6 +535,7 @@ class Conversion:
         for name, field in self.static_fields().items():
             about = {"variable": name, "units": units(name)}
             add(array_name(name), AXES[1:], field.dtype, about)[:] = field
+        # -- where its moments will be written; the store is there from here on
         (new / "sums").mkdir()
         os.replace(new, self.target)
 
@@ -610,6 +618,7 @@ class Conversion:
         values = self.read(all_times[rows], names)  # (n, V, H, W)
         lost = np.flatnonzero(~np.isin(all_times[rows], self.archive.times))  # which the store has
         _, now, before = np.intersect1d(times, all_times[rows] + step, return_indices=True)
+        # -- values as they are stored; moments and sums are those of what training will read
         for v, name in enumerate(names):
             array, packing, fields = group[array_name(name)], self.packing(name), values[:, v]
             stored = fields if packing is None else pack(fields, packing)
@@ -623,6 +632,7 @@ class Conversion:
             shift = group.attrs["shifts"][name]
             total, count = np.zeros(self.grid.shape), np.zeros(self.grid.shape, np.int32)
             slab = max(1, 2**24 // math.prod(self.grid.shape))  # fields at once: float64 takes memory
+            # -- moments of states, sums by cell, and moments of the change over a step
             for a in range(0, len(ours), slab):
                 block, dates = ours[a : a + slab], times[a : a + slab]
                 moments = state_moments(block, name, shift, area, dates, self.archive.path)
@@ -633,6 +643,7 @@ class Conversion:
             for a in range(0, len(now), slab):
                 later = now[a : a + slab]
                 columns[later, CHANGE] = sum_moments(ours[later], fields[before[a : a + slab]], area)
+            # -- the shard, then the file that says so: a kill between the two writes the shard again
             shard = array.shards[0]
             key = array.metadata.encode_chunk_key((start // shard, 0, 0))
             write_shard(self.target / array_name(name) / key, stored[len(earlier) :], shard)
@@ -791,6 +802,7 @@ def main(argv: list[str]) -> int:
         if is_url(options.target):
             reason = "a local folder expected; upload the store when it is complete"
             refuse("TARGET", options.target, reason)
+        # -- what the store will be, which it keeps as its identity
         request = Request(
             source=(options.source,),
             variables=tuple(options.variables),
@@ -805,6 +817,7 @@ def main(argv: list[str]) -> int:
         target = Path(options.target)
         request.check_store(target)
         archive = request.open()
+    # -- the same conversion for both; a store that is there already is continued, or is complete
     conversion = Conversion(request, target, archive)
     archive.check(conversion.names)
     with lock(target, request):

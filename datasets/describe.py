@@ -57,6 +57,7 @@ def main(argv: list[str]) -> int:
     add("--storage_options", nargs="+", default=[], metavar="NAME=VALUE", help="as data.storage_options")
     add("--all", action="store_true", help="look at the values of every date")
     options = parser.parse_args(argv)
+    # -- the source, with what of it cannot be read, and what is odd about the values of some dates
     selection, left_out = parse_selection(options.select), dict[str, str]()
     parse_storage_options(options.storage_options)
     access = Access(tuple(options.storage_options), protocol_of(options.source))
@@ -81,6 +82,7 @@ def main(argv: list[str]) -> int:
         rows.append(
             (base, numbers or "-", unit or "-", str(raw.dtype), f"{100 * share:.1f} %" if share else "-")
         )
+    # -- the description: variables, grid, period, problems, and a [data] section to begin with
     variables = pd.DataFrame(rows, columns=["variable", "levels", "units", "type", "missing"])
     spans = [f"{values[0]:g} to {values[-1]:g}" for values in (grid.latitude, grid.longitude)]
     is_global = grid.periodic and np.abs(latitude_bounds(grid.latitude)[[0, -1]]).min() > 90 - 1e-6
@@ -159,6 +161,7 @@ def find_odd_values(archive: Archive, dates: np.ndarray) -> tuple[list[Finding],
                 shares.setdefault(name, {})[i] = missing.mean()
                 if not missing.all():
                     always[name] = always.get(name, missing) & missing
+    # A mask of land is missing on every date; cells that are missing on some dates only are a defect.
     for name, mask in always.items():
         more = [i for i, share in shares[name].items() if mask.mean() < share < 1]
         if more:

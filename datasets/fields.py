@@ -129,6 +129,7 @@ def find_orientation(latitude: np.ndarray, longitude: np.ndarray) -> Orientation
     east = np.unwrap(np.asarray(longitude, np.float64), period=360)
     columns = columns[::-1] if east[0] > east[-1] else columns
     east = equal_spacing(east[columns])
+    # -- a globe: without a column that is there twice (0 and 360), from the first column east of Greenwich on
     repeated = None
     if east[-1] - east[0] > 360 - FLOAT32_DEGREES:
         repeated = int(columns[0]), int(columns[-1])
@@ -215,6 +216,7 @@ class Field:
         stored = self._fetch(key)
         values = self.decoding.decode(stored)
         values = self._mask_missing_chunks(key, stored, values)
+        # -- axes in the order of the project, final data before preliminary
         roles = [role for role in self.roles if role]
         if "cell" in roles:
             values = values.reshape(*values.shape[:-1], -1, self.orientation.shape[1])
@@ -224,6 +226,7 @@ class Field:
         merged = block[self.versions[0]]
         for version in self.versions[1:]:
             merged = np.where(np.isnan(merged), block[version], merged)
+        # -- a globe's last column again at 360 degrees: a copy, or something is wrong with the file
         if self.orientation.repeated:
             first, again = (merged[..., column].astype(np.float64) for column in self.orientation.repeated)
             values, dtype = first[np.isfinite(first)], np.dtype(self.raw.dtype)
@@ -282,6 +285,7 @@ class Field:
         is_packed = np.dtype(self.raw.dtype).kind in "iu" and self.decoding != Decoding(self.decoding.fills)
         is_value = is_packed and low <= self.decoding.decode(np.asarray(fill)[None])[0] <= high
         chunks = self.raw.shards or self.raw.chunks  # files of the store
+        # -- the range that was read along each axis, and the files that it lies in
         spans = [
             at.indices(size)[:2] if isinstance(at, slice) else (at, at + 1)
             for at, size in zip(key, self.raw.shape, strict=True)
@@ -289,6 +293,7 @@ class Field:
         dims = [i for i, at in enumerate(key) if isinstance(at, slice)]  # that `stored` has
         numbers = [range(a // size, -(-b // size)) for (a, b), size in zip(spans, chunks, strict=True)]
         for chunk in product(*numbers):
+            # Asking the store costs a request: only where the first value is the fill value.
             first = [max(chunk[i] * chunks[i] - spans[i][0], 0) for i in dims]
             if stored[tuple(first)] != fill:
                 continue

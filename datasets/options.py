@@ -38,6 +38,7 @@ def parse_period(key: str, period: Sequence[str]) -> tuple[datetime, datetime] |
             dates.append(date.astimezone(UTC).replace(tzinfo=None) if date.tzinfo else date)
         except (ValueError, OverflowError):
             refuse(key, text, "not a date; write 2001-12-31 or 2001-12-31T18:00")
+    # -- both are included; "2007-12-31" includes its last second
     first, last = dates
     if is_whole_day(period[1]):
         last += timedelta(days=1, seconds=-1)
@@ -136,6 +137,7 @@ def check_data(data: Data) -> None:
     periods = {
         f"data.{name}_period": getattr(data, f"{name}_period") for name in ("train", "validation", "test")
     }
+    # A date in two periods would be trained on and scored.
     spans = [(key, span) for key, period in periods.items() if (span := parse_period(key, period))]
     for (one, (begin, end)), (other, (first, last)) in combinations(spans, 2):
         if begin <= last and first <= end:

@@ -135,6 +135,7 @@ def open_selection(
         refuse("data.train_period", list(data.train_period), f"it has fewer than two dates {span}")
     if data.validation_period and not len(validation):
         refuse("data.validation_period", list(data.validation_period), f"it has no date {span}")
+    # -- a period has samples, or the run ends here: a window and its later states must be in the data
     selection = replace(opened, train=train, validation=validation)
     selection.samples("train", range(1, 1 + rollout_steps))
     if len(validation) and lead_hours:
@@ -255,6 +256,7 @@ def initial_dates(selection: Selection, period: tuple[str, ...], interval_hours:
         dates = np.flatnonzero(np.isin(archive.times, times))
     if not len(dates):
         refuse(key, list(period), f"it has no date {_span(archive)}")
+    # -- dates without the states before them: an error where the interval asks for them
     windows = selection.around(dates, window_steps(selection.history), available)
     cut = (windows < 0).any(axis=1)
     lacking = f"the data lack some of the data.history = {selection.history} states that end there"

@@ -238,11 +238,13 @@ def simulate(num_years: int, num_days: int, seed: int, parameters: Parameters) -
     interval, threads = round(6 * 3600 / parameters.step), torch.get_num_threads()
     start, end = (4 * interval * day for day in (parameters.spin_up_days, parameters.spin_up_days + num_days))
     states = enumerate(model.run(model.create_state(num_years, seed), end), start=1)
+    # -- all years at once, each a column of the state
     torch.set_num_threads(1)  # 20 s; with two threads 16 s on an idle machine, up to 92 s on a busy one
     try:
         spectra = torch.stack([state for i, state in states if i > start and i % interval == 0], dim=-1)
     finally:
         torch.set_num_threads(threads)
+    # -- the fields of ERA5's names and units, on the grid of its 64 x 32 stores
     if not spectra.isfinite().all():
         raise ValueError(f"parameters = {parameters}: the flow blew up; shorten step or weaken the jets")
     output = SphericalHarmonics(np.sin(np.radians(LATITUDE)), RADIANS_EAST, TRUNCATION, dtype=model.dtype)
@@ -256,6 +258,7 @@ def simulate(num_years: int, num_days: int, seed: int, parameters: Parameters) -
         geopotential = mean + torch.einsum("ij,whjt->whit", model.gravity, fields[:, :, :2] - depth)
         vapour = fields[:, :, 2:].clamp(min=0)  # the truncated series is negative in dry air
         years.append(torch.cat([geopotential, u / cosine, v / cosine, vapour], dim=2))
+    # -- a dataset as WeatherBench2's, so that it is read as any other source is
     dims = ("time", "level", "latitude", "longitude")
     record = xr.DataArray(torch.cat(years, dim=3).numpy().T, dims=dims)
     static = xr.DataArray(torch.cat([GRAVITY * height, land], dim=2).numpy().T[0], dims=dims[1:])

@@ -264,11 +264,13 @@ def decode_times(variable: xr.Variable) -> np.ndarray:
         years = f"its time has the calendar {calendar!r}, of years that differ from those of analyses"
         raise DataError(f"{years}; convert it to the standard calendar (xarray's convert_calendar)")
     attrs = {"units": units, "calendar": calendar.lower() or "standard"}
+    # -- numbers, without fill values
     stored, numbers = np.asarray(variable.values), _unpack(variable)
     fills = [np.ravel(variable.attrs.get(key, [])) for key in ("_FillValue", "missing_value")]
     is_missing = np.isin(stored, [fill for some in fills if some.dtype.kind in "iuf" for fill in some])
     if is_missing.any():  # a fill value such as 9.97e36 days is not a date
         numbers = np.where(is_missing, np.append(numbers[~is_missing], 0)[0], numbers)
+    # -- dates
     try:
         times = _decode_numbers(numbers, attrs)
         if stored.dtype == np.float32:  # days since 1850 are off by minutes: round to a near whole hour
@@ -391,6 +393,8 @@ def open_fields(
     try:
         with np.errstate(invalid="ignore"):  # coordinates without numbers are refused in one line
             files = open_files(path, access)
+            # -- a label must be somewhere in the file: another array may have other ones along the same
+            # dimension
             for dim, label in selection.items():
                 labels: list[str] = []
                 for file in files:
@@ -401,6 +405,7 @@ def open_fields(
                 if labels and _find_label(labels, label) is None:
                     choice = _list_labels(list(dict.fromkeys(labels)))
                     refuse(SELECT, [f"{dim}={label}"], f"{dim} has {choice}; take one of them")
+            # -- by layout: the tutorial's and anemoi's have one array of all variables
             for file in files:
                 if file.arrays.keys() == {"fields"} and file.arrays["fields"].ndim == 4:
                     fields.append(_open_tutorial(file))
@@ -516,6 +521,7 @@ class NamedLayout:
                     axis = dims[dated[0]]
                     words = {axis.lower(), file.attribute(axis, "standard_name")}
                     roles[dated[0]] = "" if words & {START, *FORECAST_ROLES["time"]} else "time"
+            # -- what the array contains; what cannot be read is an error only if it is asked for later
             names, reasons = (full_name(name),), {}
             try:
                 selected = select_elements(file, variable, roles, self.selection)
@@ -534,6 +540,8 @@ class NamedLayout:
                 unreadable[names[0].partition(":")[0]] = str(error)
                 continue
             unreadable |= {f"{full.partition(':')[0]}:{level}": reason for level, reason in reasons.items()}
+            # Of ERA5T and ERA5 in one file the final version, the smaller number, is read where it has a
+            # value.
             expver = dims[roles.index("expver")] if "expver" in roles else ""
             versions = file.fetch(expver) if expver in file.arrays else np.zeros(1)
             field = Field(
@@ -694,6 +702,7 @@ def _open_anemoi(file: OpenFile, selection: Mapping[str, str]) -> Field:
     roles = ("time", "level", "", "cell")
     selected = select_elements(file, data, roles, selection)
     latitude, longitude = (file.fetch(name).reshape(shape) for name in ("latitudes", "longitudes"))
+    # Reduced and unstructured grids have lists of cells as well; a regular one is rows of one latitude.
     turned = (longitude - longitude[:1] + 180) % 360 - 180
     if max(np.ptp(latitude, axis=1).max(), np.abs(turned).max()) > 1e-3:
         raise DataError("its cells are no rows of one latitude and columns of one longitude: regrid them")

@@ -166,6 +166,7 @@ def mean_field(
         return np.broadcast_to(mean[:, None, None], shape).astype(np.float32)
     total, count = np.zeros(shape), np.zeros(shape, np.int64)
     is_left[dates] = True
+    # -- whole shards, by the sums that conversion has written
     shards = np.arange(0, len(archive.times), archive.shard_dates)
     starts = [start for start in shards if is_left[start : start + archive.shard_dates].all()]
     for start in evenly_spaced(np.array(starts, int), max(1, MOST_BYTES // (8 * total.size))).tolist():
@@ -175,6 +176,7 @@ def mean_field(
             count[v] += field_count
     for start in starts:
         is_left[start : start + archive.shard_dates] = False
+    # -- dates in shards that the period cuts, a limited number of them
     left = evenly_spaced(np.flatnonzero(is_left), max(1, MOST_BYTES // (4 * total.size)))
     for _, fields in stream(archive, variables, left):
         valid = np.isfinite(fields)
@@ -205,6 +207,7 @@ def load_statistics(
     stored: dict[str, np.ndarray] = {}
     if path.is_dir():
         raise DataError(f"{path}: is a folder; remove it, and the next start computes the statistics again")
+    # -- the dates and numbers of the run's first start
     try:
         with np.load(path) as file:
             stored = {name: file[name] for name in ("mean", "std", "change_std", "dates")}
@@ -218,12 +221,14 @@ def load_statistics(
         if len(absent := np.setdiff1d(stored["dates"], archive.times)):
             reason = f"lacks {len(absent)} dates that the run was trained on, the first {absent[0]}"
             raise DataError(f"data.path {reason}; restore them, or take {other}")
+    # -- the numbers of the same dates now: sums that conversion has written, so this takes no reading
     statistics = Statistics.of(archive, variables, dates, step)
     if not trained:
         mean, std, change_std = statistics.mean, statistics.std, statistics.change_std
         with replacing(path) as partial:
             np.savez(partial, dates=statistics.dates, mean=mean, std=std, change_std=change_std)
         return statistics
+    # -- the weights mean what they were trained with: other data under the same path are refused
     for name, values in statistics.numbers.items():
         for variable, now, then, std in zip(variables, values, trained[name], trained["std"], strict=True):
             if abs(now - then) > SAME * std:

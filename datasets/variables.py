@@ -136,6 +136,7 @@ def surface_or_level(text: str, siblings: Iterable[str], described: str = "") ->
     if match is None or name not in ON_ONE_SURFACE or SHORT_NAMES.get(match[1]) not in ON_LEVELS:
         return name
     on_level, number = join_name(SHORT_NAMES[match[1]], int(match[2])), int(match[2])
+    # -- its own attributes decide, else the levels of variables next to it
     for words, meaning in ((HEIGHT_WORDS, name), (LEVEL_WORDS, on_level)):
         if words.search(described):
             return meaning

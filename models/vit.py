@@ -127,12 +127,14 @@ class VisionTransformer(TokenModel):
         self.grid_shape, self.patch_size, self.periodic = grid_shape, patch_size, periodic
         self.in_channels, self.out_channels, self.dim = in_channels, out_channels, dim
         self.mlp_weights = (3 if model.mlp == "swiglu" else 2) * dim * model.hidden_dim
+        # -- from the grid to tokens
         self.padded_shape = padded_shape(grid_shape, patch_size)
         self.token_shape = token_grid(grid_shape, patch_size)
         self.num_tokens = self.token_shape[0] * self.token_shape[1]
         self.patch_embedding = nn.Linear(in_channels * patch_size[0] * patch_size[1], dim)
         is_learned = model.position == "learned"  # rotary positions are part of attention
         self.position = Position(self.token_shape, dim) if is_learned else nn.Identity()
+        # -- blocks, each with its window of tokens
         self.drop_rate = model.stochastic_depth / max(model.num_layers - 1, 1)
         blocks = [Block(model) for _ in range(model.num_layers)]
         # A dict, not a list: in a pipeline stage of blocks 6 to 11 they keep their names.
@@ -145,6 +147,7 @@ class VisionTransformer(TokenModel):
         if model.position == "rotary":
             for block in blocks:
                 block.attention.rotary = Rotary(self.token_shape, block.attention.head_dim, periodic)
+        # -- from tokens to the values of a patch
         self.norm = LayerNorm(dim, eps=NORM_EPS)
         self.head = nn.Linear(dim, out_channels * patch_size[0] * patch_size[1])
 

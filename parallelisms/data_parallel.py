@@ -53,6 +53,7 @@ def apply_fsdp(
     }
     if parallelism.cpu_offload:
         policy["offload_policy"] = CPUOffloadPolicy(pin_memory=torch.cuda.is_available())
+    # -- every block is a unit of its own, so that one is gathered while another computes
     mode = parallelism.fsdp_reshard_after_forward
     if mode == "default" and parallelism.pipeline_parallel_degree > 1:
         mode = "never"

@@ -67,6 +67,8 @@ def resolve_degrees(world: int, parallelism: Parallelism, num_heads: int = 0) ->
     shards = dp_shard if dp_shard != -1 else max(world // rest, 1)
     if rest * shards == world:
         return Degrees(pp, dp_replicate, shards, cp, tp)
+    # -- the product is another number: name the degree that most probably is wrong, the largest one that was
+    # set, and values that work in its place
     key, value = max(named.items(), key=lambda item: (item[1] != 1, item[1], item[0] == SHARD))
     product = " x ".join(str(value) for value in named.values() if value != -1)
     others = math.prod(value for name, value in named.items() if name != key and value != -1)
@@ -122,6 +124,7 @@ def check_layout(config: Config) -> None:
     parallelism, training, model = config.parallelism, config.training, config.model
     has_tokens, heads = registered(model.name).has_tokens, model.num_heads
     degrees = resolve_degrees(num_ranks(), parallelism, heads if has_tokens else 0)
+    # -- heads, which tensor parallelism and ulysses share
     if has_tokens and heads % degrees.tp:
         reason = f"does not divide model.num_heads = {heads}; valid: {divisors(heads)}"
         refuse("parallelism.tensor_parallel_degree", degrees.tp, reason)
@@ -131,6 +134,7 @@ def check_layout(config: Config) -> None:
         reason = f"ulysses distributes {of_rank} heads a rank; valid: {divisors(of_rank)}, {alternative}"
         refuse("parallelism.context_parallel_degree", degrees.cp, reason)
 
+    # -- a pipeline: whole micro-batches, one for each stage at least, and a block for each stage
     if degrees.pp > 1:
         size, local = parallelism.pipeline_parallel_microbatch_size, training.local_batch_size
         if local % size:
@@ -144,6 +148,7 @@ def check_layout(config: Config) -> None:
             reason = f"makes {stages} stages of model.num_layers = {model.num_layers}; take fewer"
             refuse("parallelism.pipeline_parallel_degree", degrees.pp, reason)
 
+    # -- what is sharded over replicas, and what they take of a batch
     if parallelism.data_parallel == "zero1" and degrees.dp_replicate != degrees.world:
         reason = f"works on replicas alone; set data_parallel_replicate_degree = {degrees.world}"
         refuse("parallelism.data_parallel", "zero1", reason)

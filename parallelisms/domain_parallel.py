@@ -57,6 +57,7 @@ def choose_tiles(num_ranks: int, padded_shape: tuple[int, int], multiple: int) -
         )
         refuse("parallelism.context_parallel_degree", num_ranks, reason)
 
+    # The largest tile is what all ranks wait for, and its memory; halos are what they exchange.
     def cost(tiles: Tiles) -> tuple[int, int]:
         height, width = -(-most[0] // tiles[0]), -(-most[1] // tiles[1])
         return height * width, width * (tiles[0] > 1) + height * (tiles[1] > 1)

@@ -177,6 +177,7 @@ def attend_backward(
             grad_q += grad_q_here
             grad_here[0, :, :, :valid] = grad_keys
             grad_here[1, :, :, :valid] = grad_values
+        # What the rank before has added to the gradients of these keys, which have come from there.
         wait_for(grad_works)
         grad_here += grad_before
         grad_before, grad_works = ring.pass_on(grad_here.to(sent), GRADIENTS)

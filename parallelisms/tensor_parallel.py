@@ -26,6 +26,7 @@ def apply_tensor_parallel(model: nn.Module, mesh: DeviceMesh) -> None:
     Heads must be a multiple of the axis (parallelisms/degrees.py), tokens too (TokenShards pads them). Rows
     of qkv are ordered by head, so that a slice of them is whole heads (models/vit.py).
     """
+    # Between the matrices tokens are sharded (sequence parallelism), so norms and sums take 1/tp each.
     shards = Shard(TOKENS)
     ends: dict[str, ParallelStyle] = {
         "patch_embedding": ColwiseParallel(input_layouts=Replicate(), output_layouts=shards),

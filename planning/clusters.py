@@ -212,6 +212,7 @@ def all_machines(files: Iterable[str | Path] = ()) -> dict[str, Table]:
         for machine, table in made.items():
             if not isinstance(table, dict):
                 raise ConfigError(f"{where}: {machine} is outside a machine; put it below [name]")
+            # -- every value by its key: a number, a text or a table of numbers
             for key, value in table.items():
                 takes, fix = NO_NUMBERS.get(key), "give a positive number"
                 if key not in KEYS:
@@ -227,6 +228,7 @@ def all_machines(files: Iterable[str | Path] = ()) -> dict[str, Table]:
                     fix = f"give a table of positive numbers with the keys {named}"
                 if not valid:
                     raise ConfigError(f"{where}: {machine}.{key} = {value!r}: {fix}")
+            # -- what the table leaves out is that of the machine it is like, or of the known one of its name
             base = table.get("like", machine)
             if "like" in table and base not in tables:
                 reason = f"no such machine; {nearest(base, tables)}"

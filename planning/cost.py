@@ -116,6 +116,7 @@ def cost_range(config: Config, plan: Plan, cluster: Cluster) -> CostRange:
     save = size / writers / cluster.host_link if settings.async_mode != "disabled" else writing
     saves = Saves(size, save, writing)
     steps = settings.interval if settings.enable else math.inf  # between two saves
+    # -- a rollout's stages have steps of different lengths
     lengths = [(number, time.total) for number, _, time in rollout_stages(config, plan, cluster)]
 
     def costs(slower: float) -> dict[str, Cost]:

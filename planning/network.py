@@ -59,6 +59,7 @@ def context_collectives(work: Workload) -> tuple[Calls, Calls]:
         forward = Counter({Collective("send", "cp", keys * work.itemsize): (cp - 1) * depth})
         backward = Counter(forward)
         backward[Collective("send", "cp", keys * work.reduce_itemsize)] += cp * depth
+    # -- the backward pass of a recomputed block begins with its forward pass, and so with its collectives
     repeated = work.ac_mode != "none" and (work.ac_mode != "selective" or work.method != "ring")
     return forward, backward + forward if repeated else backward
 

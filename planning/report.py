@@ -41,6 +41,7 @@ def answer(made: Plan, cluster: Cluster, cost: CostRange, config: Config, search
     band = band_of(work, cluster)
     low, high = band.around(time.total) if band else (0.0, 0.0)
     within = f", {low:,.3f} to {high:,.3f} by its error band" if band else ""
+    # -- texts that the lines below put together: lengths, dollars, saves
     unit, length = ("days", 24) if cost.planned["on demand"]["hours"] > 24 else ("hours", 1)
     dollars = (f"{fleet}: {cost.between(fleet, 'dollars')}" for fleet in cost.planned)
     saved = "none (checkpoint.enable)"
@@ -48,6 +49,7 @@ def answer(made: Plan, cluster: Cluster, cost: CostRange, config: Config, search
         saved = f"every {every} steps = {every * time.total / 60:,.1f} min"
     if math.isfinite(best := cost.best_interval):
         saved += f"; least cost: every {max(round(best / time.total), 1)} = {best / 60:,.1f} min (Young 1974)"
+    # -- a line for each question, in the order in which they are asked
     lines = {
         "job": f"{work.model.parameters / 1e6:,.0f} M parameters, {work.model.tokens} tokens, "
         f"{work.sample_flops / 1e12:,.1f} TFLOP a sample; "
@@ -66,6 +68,7 @@ def answer(made: Plan, cluster: Cluster, cost: CostRange, config: Config, search
         "memory": f"{made.memory.peak / GIB:.2f} of {room:.2f} GiB of tensors a device: "
         f"{'fits' if fit else 'DOES NOT FIT'}",
     }
+    # -- what a reader should doubt: a slow network inside blocks, figures that were not measured
     if work.degrees.tp * work.degrees.cp > cluster.devices_per_node:
         lines["warning"] = "a sample is shared by ranks of several nodes: their network slows every block"
     if cluster.assumed:
@@ -74,6 +77,7 @@ def answer(made: Plan, cluster: Cluster, cost: CostRange, config: Config, search
             f"{keys}: not measured (planning/clusters.toml, which names sources, of prices too)"
         )
     head = [f"{name:<9}{text}" for name, text in lines.items()]
+    # -- what to change next
     proposals = []
     if fit:  # the two settings that shorten a step most
         for changed in speedups(made, cluster)[:2]:
@@ -173,6 +177,7 @@ def story(work: Workload, cluster: Cluster, steps: int) -> str:
     for name, setting in ladder.items():
         one = one.replace(zero1=False, offload=False, **setting)
         rows.append((f"  {name}", memory(one).peak / GIB))
+    # -- from one device to all: what scaling costs in efficiency and dollars
     tables = [text_table("<50 >10.2f", rows)]
 
     rows, single = [], 0.0
@@ -189,6 +194,7 @@ def story(work: Workload, cluster: Cluster, steps: int) -> str:
     head = ("devices, fastest layout", "samples/s", "efficiency", "days", "dollars")
     tables.append(text_table("<50 >10,.2f >11.0% >10,.2f >12,.0f", [head, *rows]))
 
+    # -- what tensor parallelism would cost, which papers of larger models recommend
     d, rows = work.degrees, []
     before = step_time(work, cluster).total
     for tp in (2, 4, 8):

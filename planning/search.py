@@ -188,6 +188,7 @@ def layout_options(work: Workload, config: Config, devices: int) -> str:
         wanted["parallelism.pipeline_parallel_microbatch_size"] = work.micro_batch
     if config.training.global_batch_size != -1 or work.accumulation > 1:
         wanted["training.global_batch_size"] = work.global_batch
+    # -- only what differs from the configuration, so that the command can be read
     sections = dataclasses.asdict(config).items()
     configured = {f"{section}.{key}": value for section, keys in sections for key, value in keys.items()}
     words = [f"{d.world} devices"] * (d.world != devices)
@@ -232,6 +233,7 @@ def changes(work: Workload, cluster: Cluster) -> Iterator[Change]:
     named = [(frozenset(setting), setting) for setting in settings]
     if d.dp_replicate > 1 and not work.zero1:  # which has replicas alone
         named.append((frozenset(["dp_replicate"]), {"degrees": Degrees(d.pp, 1, d.dp, d.cp, d.tp)}))
+    # Layouts change along one axis, in exchange for shards: the number of ranks stays.
     axes = [] if work.zero1 else ["tp", "cp"]
     if work.method != "ulysses" and work.model.window_tokens:
         axes = axes[:1]
@@ -244,6 +246,7 @@ def changes(work: Workload, cluster: Cluster) -> Iterator[Change]:
         after = work.replace(**changed)
         if after != work:
             yield key, after
+    # With more devices each has fewer micro-batches of the same global batch.
     for factor in (2, 4, 8):
         replicas = factor if work.zero1 else 1
         more = Degrees(d.pp, d.dp_replicate * replicas, d.dp_shard * factor // replicas, d.cp, d.tp)

@@ -153,6 +153,7 @@ def check_folder(key: str, folder: Path, data: Data) -> None:
 
 def check_model(config: Config, grid: Grid) -> None:
     """Check what depends on the grid of the data and on the model's layers. Raises ConfigError."""
+    # -- losses and inputs that need a whole globe, or a boundary that needs a region
     is_global = grid.periodic and (np.abs(latitude_bounds(grid.latitude)[[0, -1]]) == 90).all()
     names, width = list(config.model.conserve), config.data.boundary_width
     reason = "the grid of data.path is not global, and what goes through its edges is not known"
@@ -167,6 +168,7 @@ def check_model(config: Config, grid: Grid) -> None:
     is_equal = np.allclose(grid.latitude, -grid.latitude[::-1], atol=1e-3)
     reason = 'the latitudes of the data are not the same in both hemispheres; take "roll"'
     require(is_equal or augmentation != "roll_and_mirror", "training.augmentation", augmentation, reason)
+    # -- the model itself, on the meta device: what shards its grid, its tokens or its layers
     degree = config.parallelism.context_parallel_degree
     model = build_model(config.model, 1, 0, grid.shape, grid.periodic)
     if isinstance(model, GridModel):

@@ -170,6 +170,7 @@ class Fingerprints:
         """Raise ReplicasDiverged on all ranks if two of them differ; then nothing is saved."""
         if dist.get_world_size() == 1 or not (saves or every(FINGERPRINT_STEPS, step)):
             return
+        # -- a sum over the bits of each parameter: cheap, on the device, and any single flip changes it
         sums: dict[str, dict[str, int]] = {}
         for shard, parameters in self.shards.items():
             values = torch.stack([sum_of_bits(parameter) for parameter in parameters.values()])

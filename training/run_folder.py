@@ -231,6 +231,7 @@ def lock_folder(folder: Path, in_use: type[Exception] = ConfigError) -> IO[str]:
                 reason = "another run writes there; wait for it, or choose another job.dump_folder"
                 raise in_use(f"{folder}: {reason}") from None
             time.sleep(0.1)
+        # Some file systems have no locks. A run there is possible, and one line says what it lacks.
         except OSError as error:
             logger.warning(
                 "%s: cannot be locked (%s); make sure that no other run writes there", folder, error

@@ -195,6 +195,7 @@ class Best:
         value = from_first_rank(lambda: record[self.name])  # the same number on all ranks
         if not value < self.value:  # NaN is no improvement
             return
+        # A best step is one that can be loaded: wait until its save is complete, or has failed.
         with span("checkpoint"):  # a phase that may take long
             self.checkpointer.wait()
         is_saved = self.checkpointer.saved_step == step
@@ -213,6 +214,7 @@ class Best:
             logger.info(f"{self.name} is {value:.4g}, the best so far: step {step}")
             return True
 
+        # -- the step before may be pruned from here on, on all ranks
         if from_first_rank(write):
             self.value, self.step = value, step
             self.checkpointer.spared_step = step

@@ -88,6 +88,7 @@ def fit_damping(
                 weighted = np.where(valid, x, 0).astype(np.float64) * area
                 sums[0, lead, v] += np.vdot(weighted, np.where(valid, y, 0))
                 sums[1, lead, v] += np.vdot(weighted, np.where(valid, x, 0))
+    # The sums of all ranks, so that all have the same factors.
     total = torch.from_numpy(sums)
     if ranks > 1:
         dist.all_reduce(total)
@@ -200,6 +201,7 @@ def build_baselines(
     archive, step, now = selection.archive, selection.step, np.timedelta64(0, "s")
     leads = leads[(leads > now) & (leads % step == now)]
     leads = leads[np.isin(times[:, None] + leads, archive.times).any(axis=0)]
+    # Persistence and its damped form read the same analyses: one cache for both.
     valid_times = np.unique(times[:, None] + leads)
     variables = [name for name in selection.variables if name in variables]
     bytes_of_state = 4 * len(variables) * archive.grid.shape[0] * archive.grid.shape[1]
@@ -227,6 +229,7 @@ def build_baselines(
         factors = fit_damping(archive, variables, samples, normal)
         damped = persistence_forecast(archive, variables, times, leads, factors, normal, read)
         baselines["damped persistence"] = damped
+    # One valid time without a climatology would leave a date out of all scores, so it is taken whole or not.
     if "climatology" in names and climatology:
         lacking = [time for time in valid_times if not climatology.has(time)]
         if not {*variables} & {*climatology.variables}:

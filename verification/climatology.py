@@ -125,6 +125,7 @@ def day_sums(
     shape = (len(hours), len(variables), DAYS if by_day else 1, *archive.grid.shape)
     total, count = np.zeros(shape), np.zeros(shape, np.int16)
     wanted = dates[np.isin(pd.DatetimeIndex(archive.times[dates]).hour, hours)]
+    # Dates next to each other are read as blocks, because chunks of analyses have many dates.
     longest = max(1, BLOCK_BYTES // (4 * len(variables) * archive.grid.shape[0] * archive.grid.shape[1]))
     for run in np.split(wanted, np.flatnonzero(np.diff(wanted) != 1) + 1):  # neighbours are read together
         for some in np.split(run, range(longest, len(run), longest)):

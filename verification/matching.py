@@ -220,6 +220,8 @@ class Matcher:
         truth = analysis = self.find_truth(valid_time, rows)
         if truth is None or analysis is None:
             return None
+        # -- forecasts; a cell counts where the truth and all of them have a value, so that all are scored on
+        # the same
         has = np.zeros((len(self.forecasts), len(rows)), bool)
         forecasts: dict[int, Tensor] = {}
         for f, (there, block, (first_date, first_lead)) in blocks.items():
@@ -240,6 +242,7 @@ class Matcher:
                 forecasts[f][..., there, :, :] = fields
         if not has.any():
             return None
+        # -- the climatology of the valid time, for anomalies
         normal, climatology = None, self.climatology
         if climatology:
             normal = torch.full(shape, torch.nan, device=self.device)

@@ -55,6 +55,7 @@ def write_page(folder: Path, output: Path) -> None:
         tables.append(pd.DataFrame(rows.values()))
         title = f"root-mean-square error, validation of step {validations[-1]['step']}"
         tables[-1].attrs["title"] = title
+    # -- one file with everything in it, so that it can be sent
     pictures = {caption: folder / name for name, caption in PLOTS.items() if (folder / name).exists()}
     environment = Environment(loader=FileSystemLoader(Path(__file__).parent), autoescape=True)
     page = environment.get_template("report_page.html").render(

@@ -160,6 +160,7 @@ def date_statistics(
             expected, known = exact - normal, torch.where(torch.isnan(normal), torch.nan, exact)
             values[:, first + 2, block] = mean([expected * expected], known)[0]
         for f, forecast in enumerate(forecasts):
+            # An ensemble's mean is scored as a forecast is, over the cells in which the truth has values.
             members = forecast[..., block, :, :]
             is_ensemble = members.ndim > exact.ndim
             state = members.double().mean(dim=0) if is_ensemble else members.double()
@@ -230,12 +231,14 @@ def final_scores(statistics: xr.DataArray, num_members: xr.DataArray | int = 1) 
         scores |= {"mse": mse, "rmse": mse**0.5}
         scores["rmse_sqrt_before_time_avg"] = (by_date["mse"] ** 0.5).mean("initial_time")
         scores |= {name: means[name] for name in ERRORS[1:]}
+        # -- correlations and sizes of anomalies, where there is a climatology
         if "anomaly_covariance" in means:
             squares = by_date["forecast_anomaly_square"] * by_date["truth_anomaly_square"]
             scores["acc"] = (by_date["anomaly_covariance"] / squares**0.5).mean("initial_time")
             ours, theirs = means["forecast_anomaly_square"], means["truth_anomaly_square"]
             scores["acc_ratio_of_means"] = means["anomaly_covariance"] / (ours * theirs) ** 0.5
             scores |= {"forecast_activity": ours**0.5, "truth_activity": theirs**0.5}
+        # -- of ensembles
         if variance is not None:
             spread = variance**0.5
             scores |= {"crps": means["crps"], "spread": spread, "spread_skill_ratio": spread / scores["rmse"]}
@@ -244,6 +247,7 @@ def final_scores(statistics: xr.DataArray, num_members: xr.DataArray | int = 1) 
     scores = {
         name: s if name == "truth_activity" else s.where(np.isfinite(mse)) for name, s in scores.items()
     }
+    # -- how many dates the means are of: scores of different dates are not to be compared
     counts = {"num_dates": by_date["mse"].notnull().sum("initial_time").astype(float)}
     if COMMON_AREA in means:
         counts[COMMON_AREA] = means[COMMON_AREA]

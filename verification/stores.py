@@ -91,6 +91,7 @@ def create_store(
     coords = {name: (name, axis, COORDINATES.get(name, {})) for name, axis in axes.items() if len(axis)}
     store = xr.Dataset(coords=coords, attrs={"Conventions": "CF-1.11", **attributes})
     given = {split_name(name)[0]: text for name, text in own_units.items()}
+    # -- a variable is an array of all its levels; dask writes no values, so the store is created at once
     encoding: dict[str, dict[str, Any]] = {}
     for name, rows in group_levels(variables).items():
         about = {"units": units(name) or given.get(name, "")}
@@ -101,6 +102,7 @@ def create_store(
         store[name] = dims, dask.full(shape, np.nan, dtype=np.float32, chunks=-1), about
         in_chunk = tuple(chunks.get(dim, store.sizes[dim]) for dim in dims)
         encoding[name] = {"chunks": in_chunk, "compressors": COMPRESSOR, "fill_value": np.nan}
+    # -- the status, a chunk for each initial date: ranks write those of their dates at the same time
     if has_status:
         dims = [dim for dim in axes if dim not in ("level", "latitude", "longitude")]
         shape = [store.sizes[dim] for dim in dims]
@@ -129,6 +131,7 @@ def state_of_files(fields: Sequence[Field], rows: Mapping[str, int] | None = Non
         names = [path]
         if "://" in path:
             return uuid4().hex
+        # Of a Zarr store the files of the chunks: the folder's own time changes with any of them.
         if os.path.isdir(path):
             chunks, numbers = source.raw.shards or source.raw.chunks, []
             for role, size, chunk in zip(source.roles, source.raw.shape, chunks, strict=True):

@@ -177,6 +177,7 @@ def score_table(scores: xr.Dataset, metric: str, title: str) -> pd.DataFrame:
     counts = first.sel(metric="num_dates").to_array()
     scored = (counts > 0).any([dim for dim in counts.dims if dim != "lead_time"])
     leads, names = shown_leads(first["lead_time"].values[scored.values]), variable_names(first)
+    # -- a table a variable, whose rows are leads
     tables = [pd.DataFrame(columns=[metric.upper(), *columns])]
     for name in names if len(names) <= VARIABLES_SHOWN else headline(names):
         values, dates = (select(scores, score, name).sel(lead_time=leads) for score in (metric, "num_dates"))
@@ -227,6 +228,7 @@ def build_scorecard(by_date: xr.Dataset, first: str, second: str) -> pd.DataFram
     # An infinite error is that of a broken forecast: the difference is NaN.
     both = ours.notnull() & theirs.notnull()
     num_dates = both.sum("initial_time")
+    # With fewer days the inflation by autocorrelation cannot be estimated, and too much would be marked.
     interval = np.median(np.diff(times.values)) if len(times) > 1 else DAY
     needed = math.ceil(LEAST_DAYS * DAY / interval)
     with np.errstate(invalid="ignore", divide="ignore"):
@@ -268,6 +270,7 @@ def differs_from_0(differences: np.ndarray) -> np.ndarray:
             ends = slice(lag, None), slice(None, anomaly.shape[-1] - lag)
             products, pairs = (x[..., ends[0]] * x[..., ends[1]] for x in (anomaly, there))
             covariances.append(products.sum(axis=-1) / pairs.sum(axis=-1))
+        # Twice: the variance that is missing depends on the inflation, which depends on it.
         missing = np.zeros_like(mean)
         for _ in range(2):
             variance, first, second = (covariance + missing for covariance in covariances)
