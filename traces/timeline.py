@@ -255,6 +255,7 @@ def idle_segments(trace: Trace, parts: list[Segment], free: list[Segment]) -> It
                 operators = [event.name for event in wait.chain() if event.name.startswith("aten::")]
                 cause = f"wait of {wait.name}" + (f" ({operators[-1]})" if operators else "")
                 place = next(part.name for part in parts if wait.start < part.end)
+        # -- the host is late until the launch, the device after it
         for part in fill([Segment(start, launched)], parts)[0]:
             if part.name in WHOLE_PARTS:
                 yield part._replace(name=WHOLE_PARTS[part.name])

@@ -117,13 +117,16 @@ class Objective:
         normalizer, from_fields = self.normalizer, self.meta_model.from_fields
         cut_output = self.model.shards.cut_output
         state = normalizer.newest(window)  # (B M, V, H, W)
+        # -- the weight of each error, in units of the output: 0 where the truth has no value
         target, mask = normalizer.normalize_target(truth)
         weights = self._weights(target, mask)
         weights.mul_(normalizer.output_scale.pow(self.penalty.power) / self.members)
+        # -- the input: window, what is known of the target's date, forcings, static fields, noise
         if normalizer.channels.of_target:
             window = normalizer.with_known(window, self.repeat_members(truth))
         times = self.repeat_members(times)
         inputs = self.conditions.append(window, times, *noise, shifts=shifts)  # (B M, C, H, W)
+        # -- what the model should output, and this rank's shard of everything
         expected = normalizer.expected_output(state, self.repeat_members(target))
         targets = {"target": cut_output(from_fields(expected))}
         targets["weights"] = cut_output(from_fields(self.repeat_members(weights), with_zeros=True))

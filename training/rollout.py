@@ -76,6 +76,7 @@ def forward_backward(
         inputs_leaf = inputs.detach().requires_grad_(number > 0)
         if number == 0:
             del window  # to have its memory in the passes
+        # -- what later steps ask of this one's output, which is a part of their windows
         if later is not None:  # as a gradient of the output
             later = normalizer.drop_boundary(later, repeat(truth))
             of_state = normalizer.newest(later) * normalizer.output_scale
