@@ -1,4 +1,4 @@
-"""Random, valid, unusual inputs of oracle.py: analyses, forecasts and climatologies as files of any format,
+"""Random, valid, unusual inputs of attack.py: analyses, forecasts and climatologies as files of any format,
 names, units and order, and the fields that they mean, in the units of datasets/.
 
 Shapes: H latitudes, W longitudes.
