@@ -1,16 +1,12 @@
 """Kill programs at random times, start them again, and compare the results with undisturbed ones.
 
     .venv/bin/python benchmarks/chaos.py cycles --seeds 40 [--first 0] [--seed 7] [--folder DIR]
-    .venv/bin/python benchmarks/chaos.py interrupts [--trials 20] [--seed 0] [--folder DIR]
 
-cycles: random lives of a training. A life is a function of its seed: traits that stay (averages, spikes,
+Random lives of a training. A life is a function of its seed: traits that stay (averages, spikes,
 adapters), 3 to 8 starts, each of which meets with one event (kills, signals, full disks, second starts), and
 between them what a user changes or damages. Every exit code, message and file has to be as
 docs/reliability.md says, and the end that of a run of the same traits which nothing disturbed: the same bits
 on one layout, within 1e-5 on changing ones. --seed: that life alone, start by start.
-
-interrupts: Ctrl-C, a SIGINT to the process group, at random moments of the first ten seconds of a start, as
-often on one rank as on two. Exit code 130 and one line, or 75 and one line once a step was taken.
 
 A conversion is killed by `attack.py sources`. chaos.toml has traits, layouts and options.
 """
@@ -152,12 +148,16 @@ def reference(scratch: Path, trait: str, layout: str) -> Path:
     return folder / "run"
 
 
+def convert(folder: Path) -> None:
+    with redirect_stdout(io.StringIO()):
+        training_store(str(folder / "wb.zarr"), folder / "store.zarr")
+
+
 def copy_data(scratch: Path, folder: Path) -> None:
     """Make a new folder with data and configuration of its own."""
     shutil.rmtree(folder, ignore_errors=True)
     shutil.copytree(scratch / "wb.zarr", folder / "wb.zarr")
-    with redirect_stdout(io.StringIO()):
-        training_store(str(folder / "wb.zarr"), folder / "store.zarr")
+    convert(folder)
     text = (scratch / "tiny.toml").read_text()
     (folder / "tiny.toml").write_text(text.replace(str(scratch), str(folder)))
 
@@ -214,20 +214,18 @@ class Life:
             if later > step:
                 shutil.rmtree(step_folder(self.checkpoints, later))
 
-    def make_room(self) -> int:
-        """Return a step in what is left, after going back by hand where nothing is."""
-        done, early = complete_steps(self.checkpoints), self.rng.randrange(INTERVAL, self.steps - 15)
+    def draw(self, kind: str) -> Event:
+        rng, (ranks, *_), last = self.rng, LAYOUTS[self.layout], f"step-{self.steps:08d}{INCOMPLETE}"
+        # A step in what is left, after going back by hand where nothing is.
+        done, early = complete_steps(self.checkpoints), rng.randrange(INTERVAL, self.steps - 15)
         if done and self.steps - done[-1] < 15:
             if done[0] <= early:
                 self.go_back(max(step for step in done if step <= early))
             else:
                 shutil.rmtree(self.run)
         newest = max(complete_steps(self.checkpoints), default=0)
-        return min(newest + self.rng.randrange(3, 25), self.steps - 3)
-
-    def draw(self, kind: str) -> Event:
-        rng, (ranks, *_), last = self.rng, LAYOUTS[self.layout], f"step-{self.steps:08d}{INCOMPLETE}"
-        step, number, late = self.make_room(), rng.choice((SIGTERM, SIGUSR1, SIGINT)), rng.uniform(0, 0.8)
+        step = min(newest + rng.randrange(3, 25), self.steps - 3)
+        number, late = rng.choice((SIGTERM, SIGUSR1, SIGINT)), rng.uniform(0, 0.8)
         stop = {"number": number, "target": rng.choice(["launcher", "ranks", "group", *range(ranks)])}
         again, restarts = rng.choice((0, 0.02, 0.1, 0.4)), rng.choice((0, 1)) if ranks > 1 else 1
         save = f"step-{-(-step // INTERVAL) * INTERVAL:08d}{INCOMPLETE}/"
@@ -326,8 +324,7 @@ class Life:
             ds = small_dataset({WIND: small_wave(number + 4)}).isel(time=slice(number, None))
             ds = ds.assign_coords(latitude=ds.latitude.astype("f4"))
             ds.to_zarr(self.folder / "wb.zarr", append_dim="time")
-            with redirect_stdout(io.StringIO()):
-                training_store(str(self.folder / "wb.zarr"), self.folder / "store.zarr")
+            convert(self.folder)
         elif kind:
             key = "training.local_batch_size" if kind == "batch" else rng.choice([*LIVES["changes"]])
             self.options[key] = rng.choice(LIVES["changes"].get(key, ["1", "2"]))
@@ -383,8 +380,33 @@ class Life:
         recorded = json.loads(status.read_text())["exit_code"] if written else code
         right = (written or code) and recorded == code or "status" in event.plan.get("full", "")
         self.expect(right, f"ends with {code}, status.json has {recorded}")
-        self.check_saved(output, code, done, bool(begun))
-        self.check_records(code == 0)
+        # What is promised to be saved is there, and no more is lost than two intervals.
+        last, newest, sound = last_step(self.run), max(done, default=0), self.sound()
+        if promise := re.search(r"the checkpoint of step (\d+) is complete|everything is saved", output):
+            step = int(promise[1] or last)
+            self.expect(step in sound, f"says {promise[0]!r} after step {last}; checkpoints: {done}")
+        elif code == 75 and begun and "nothing to save" not in output:
+            self.expect(newest == last, f"75 with checkpoints {done} after step {last}: {output[-500:]}")
+        self.expect(code or newest == self.steps, f"0 with checkpoints {done}: {output[-500:]}")
+        most = (3 if self.full else 2) * INTERVAL
+        self.expect(not begun or last - newest <= most, f"{last - newest} steps are lost")
+        self.expect(not begun or done == sound, f"of the checkpoints {done} only {sound} are sound")
+        # Every step has one line, and the loss of the run that nothing disturbed. Until a run has gone back
+        # it has losses that this one has no more.
+        lines, own = records(self.run), losses(self.run)
+        expected = losses(reference(self.scratch, self.trait, self.first_layout))
+        for key in ("loss", "val/loss"):
+            steps = [line["step"] for line in lines if key in line]
+            right = sorted({*steps}) if key != "loss" else [*range(1, len(steps) + 1)]
+            self.expect(steps == right, f"metrics.jsonl has {key} of steps {steps}")
+        known = own if code == 0 or "keep" not in self.about else {}
+        off = [s for s, loss in known.items() if not abs(loss - expected[s]) <= self.limit * abs(expected[s])]
+        self.expect(not off, f"{len(off)} losses differ: {[(s, own[s], expected[s]) for s in off[:2]]}")
+        self.expect(code or len(own) == self.steps, f"metrics.jsonl has {len(own)} steps")
+        if code == 0 and (self.run / "best").exists() and not self.full:
+            scores = {r["step"]: v for r in lines for k, v in r.items() if k.startswith(f"val/rmse/{WIND}")}
+            least, best = min(scores, key=scores.__getitem__), read_best(self.run).get("step")
+            self.expect(best == least and best in sound, f"best.json has step {best}; scores: {scores}")
         if code == 0 or "is complete" in " ".join(messages):
             files = [path.name for path in [*self.run.glob("*/*"), *self.run.iterdir()]]
             left = [name for name in files if name.endswith((INCOMPLETE, DELETING)) or ".new" in name]
@@ -396,36 +418,6 @@ class Life:
                 with suppress(OSError):
                     left += [path] * (mark in path.read_bytes())
         self.expect(not left, "processes are left 10 s after the end")
-
-    def check_saved(self, output: str, code: int, done: list[int], begun: bool) -> None:
-        last, newest, sound = last_step(self.run), max(done, default=0), self.sound()
-        if promise := re.search(r"the checkpoint of step (\d+) is complete|everything is saved", output):
-            step = int(promise[1] or last)
-            self.expect(step in sound, f"says {promise[0]!r} after step {last}; checkpoints: {done}")
-        elif code == 75 and begun and "nothing to save" not in output:
-            self.expect(newest == last, f"75 with checkpoints {done} after step {last}: {output[-500:]}")
-        self.expect(code or newest == self.steps, f"0 with checkpoints {done}: {output[-500:]}")
-        most = (3 if self.full else 2) * INTERVAL
-        self.expect(not begun or last - newest <= most, f"{last - newest} steps are lost")
-        self.expect(not begun or done == sound, f"of the checkpoints {done} only {sound} are sound")
-
-    def check_records(self, ended: bool) -> None:
-        lines, own = records(self.run), losses(self.run)
-        expected = losses(reference(self.scratch, self.trait, self.first_layout))
-        for key in ("loss", "val/loss"):
-            steps = [line["step"] for line in lines if key in line]
-            right = sorted({*steps}) if key != "loss" else [*range(1, len(steps) + 1)]
-            self.expect(steps == right, f"metrics.jsonl has {key} of steps {steps}")
-        # Until a run has gone back it has losses that its reference has no more.
-        known = own if ended or "keep" not in self.about else {}
-        off = [s for s, loss in known.items() if not abs(loss - expected[s]) <= self.limit * abs(expected[s])]
-        self.expect(not off, f"{len(off)} losses differ: {[(s, own[s], expected[s]) for s in off[:2]]}")
-        self.expect(not ended or len(own) == self.steps, f"metrics.jsonl has {len(own)} steps")
-        if ended and (self.run / "best").exists() and not self.full:
-            scores = {r["step"]: v for r in lines for k, v in r.items() if k.startswith(f"val/rmse/{WIND}")}
-            least, best = min(scores, key=scores.__getitem__), read_best(self.run).get("step")
-            right = best == least and best in self.sound()
-            self.expect(right, f"best.json has step {best}; scores: {scores}")
 
     def run_all(self) -> None:
         copy_data(self.scratch, self.folder)
@@ -481,36 +473,7 @@ def cycles(options: argparse.Namespace) -> int:
     return int(bool(problems))
 
 
-INTERRUPTED_WITHIN = 10.0  # seconds
-
-
-def interrupts(options: argparse.Namespace) -> int:
-    """Stop runs by Ctrl-C while they start; return 1 if one says more or ends otherwise than documented."""
-    draw, rows = random.Random(max(options.seed, 0)), []
-    with tempfile.TemporaryDirectory(dir=options.folder or None) as text:
-        folder = Path(text)
-        config_file = write_run(folder)
-        for ranks in (1, 2):
-            for number in range(options.trials):
-                after, run = draw.uniform(0, INTERRUPTED_WITHIN), folder / f"run-{ranks}-{number}"
-                job = Job(config_file, run, NGPU=str(ranks))
-                time.sleep(after)
-                os.killpg(job.process.pid, signal.SIGINT)
-                code, steps = job.end(60), last_step(run)
-                log = re.compile(r"[\d:]{8}  |rank +\d+: ")
-                lines = [line for line in job.output.splitlines() if not log.match(line)]
-                right = code == (75 if steps else 130) and len(lines) == 1 and lines[0].startswith("rossby: ")
-                rows.append({"ranks": ranks, "after_s": after, "code": code, "steps": steps, "right": right})
-                if not right:
-                    print(f"WRONG: {rows[-1]}\n{job.output}", flush=True)
-    record("interrupts", rows)
-    print(pd.DataFrame(rows).groupby(["ranks", "code", "right"]).size().to_string())
-    return int(not all(row["right"] for row in rows))
-
-
 if __name__ == "__main__":
     # A shell ignores it for what it runs in the background.
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    commands = {"cycles": cycles, "interrupts": interrupts}
-    options = parse(__doc__, commands, trials=20, seeds=40, first=0, events=8, folder="", seed=-1)
-    sys.exit(commands[options.command](options))
+    sys.exit(cycles(parse(__doc__, ["cycles"], seeds=40, first=0, events=8, folder="", seed=-1)))
