@@ -25,9 +25,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed import TCPStore  # type: ignore[reportPrivateImportUsage]
 
+from benchmarks import results_file
 from benchmarks.gpu import TINY, Case, Sizes, describe_error, median_seconds, training_of
 from benchmarks.results_file import RESULTS, ROOT, parse, read_lines, record
-from benchmarks.results_file import table as results_table
 from command_line import text_table
 from config import Parallelism
 from errors import ConfigError, end_process, one_line_errors
@@ -207,7 +207,7 @@ def table(path: Path, run: str) -> str:
     bad = [f"\nout of tolerance: {row['what']}" for row in compared if not row["good"]]
     text = f"{len(compared)} layouts against one process, {len(bad)} out of tolerance{''.join(bad)}"
     columns = ("what", "gigabytes_per_second", "seconds", "planned")
-    text += "\n\n" + results_table(links, *columns) if links else ""
+    text += "\n\n" + results_file.table(links, *columns) if links else ""
     lines: list[tuple] = [("scaling", "ranks", "  layout", "samples/s", "planned", "error", "efficiency")]
     for kind in ("weak", "strong"):
         measured = [row for row in good if kind in row.get("kinds", ())]

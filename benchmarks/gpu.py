@@ -203,8 +203,8 @@ class Case:
 
     def label(self, sizes: Sizes) -> str:
         shape = f"{sizes.tokens(self.patch)} tokens, {self.heads} x {sizes.dim // self.heads}"
-        windows = ", in windows" if self.windows else ""
-        return f"{shape}, {PRECISIONS[self.float8]}, {self.mode}, {self.backend}{windows}"
+        kind = f"{PRECISIONS[self.float8]}, {self.mode}, {self.backend}"
+        return f"{shape}, {kind}{', in windows' if self.windows else ''}"
 
 
 def training_of(
@@ -500,8 +500,7 @@ def save(session: Session) -> None:
     with tempfile.TemporaryDirectory() as folder:
         excess, step = trainer_overhead.measure_excess(training, Path(folder), 1 if session.rehearse else 2)
     for mode, seconds in excess.items():
-        what = f"excess of ten steps after a save, {mode}"
-        session.add(what, seconds, "s", mode=mode, step_seconds=step)
+        session.add(f"excess of ten steps after a save, {mode}", seconds, "s", mode=mode, step_seconds=step)
 
 
 TAUGHT = ", compiled, fused Adam"  # the last rung of the tutorial
@@ -605,9 +604,8 @@ def train(session: Session) -> None:
             with session.attempt(f"losses, {name}"):
                 ours, reference = losses(jobs[name].folder), losses(jobs["cpu"].folder)
                 if name == "killed":
-                    same = ours == losses(jobs["undisturbed"].folder)
-                    what = "killed and resumed: the undisturbed run's losses, bit-exact"
-                    session.add(what, float(same), "")
+                    same = float(ours == losses(jobs["undisturbed"].folder))
+                    session.add("killed and resumed: the undisturbed run's losses, bit-exact", same, "")
                 error = max(abs(ours[step] / reference[step] - 1) for step in reference)
                 session.add(f"largest difference from the CPU's losses, {name}", error, "of them")
 

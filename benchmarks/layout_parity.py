@@ -103,20 +103,14 @@ def compare_collectives(layout: Layout, outcome: Outcome, rank: int) -> str:
 
 
 def compare_optimizers(options: argparse.Namespace) -> int:
-    layouts = {
-        name: layout
-        for name, layout in TABLE.items()
-        if not (layout.compile or layout.float8 or layout.model)
-        and layout.dtype == layout.reduce == "float32"
-        and layout.ranks <= 4
-        and layout.loss == "mse"
-    }
-    if options.optimizers == "few":
-        layouts = {name: TABLE[name] for name in ("fsdp 2", "fsdp 2 x tp 2")}
+    plain = {n: row for n, row in TABLE.items() if not (row.compile or row.float8 or row.model)}
+    alike = [n for n, row in plain.items() if row.dtype == row.reduce == "float32" and row.loss == "mse"]
+    names = ["fsdp 2", "fsdp 2 x tp 2"] if options.optimizers == "few" else alike
+    layouts = {"one process": Layout(1)} | {name: TABLE[name] for name in names if TABLE[name].ranks <= 4}
     rows = []
     for number in options.ranks:
         group = Ranks(number)
-        for where, layout in ({"one process": Layout(1)} | layouts).items():
+        for where, layout in layouts.items():
             for name in NAMES if layout.ranks == number else ():
                 outcome = group.run(train, layout, name)[0]
                 expected = trained(name, outcome["before"], outcome["gradients"], decay=0.05)

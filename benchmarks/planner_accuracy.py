@@ -4,8 +4,7 @@
 
 Measures 14 configurations, interleaved, medians; each of them anchors the plans of the 13 others
 (plan.py --anchor): 182 pairs. A step is train.py's, without reading data. The planner's bytes are counted by
-tests/test_activation_checkpoint.py (what a block keeps), layout_parity.py (what ranks send) and, on a GPU,
-gpu.py (peaks).
+layout_parity.py (what ranks send) and gpu.py (peaks, on a GPU).
 Ends with 1 when fewer than 85 % of the pairs are within 10 %.
 """
 

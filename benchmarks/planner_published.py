@@ -41,8 +41,6 @@ KINDS = ("data parallel", "tensor parallel", "context parallel", "pipeline")
 GROUPS = ("seen", "term", "held out")
 LISTS = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
 PYTORCH, VIT = ", PyTorch", "vision transformer"  # Rossby's plans are judged by the first, of their layout
-# What torch's allocator reserves over what it gives out: 15 % of eight language models on an A100 with 80 GB
-# (GMLake, arxiv.org/abs/2401.08156).
 FEWEST, WIDEST = 5, 1.6  # runs of a kind that has a band, and its ends' ratio
 CAUSAL_BLOCK = 128  # queries or keys of a tile of flash attention: tiles on the diagonal are computed whole
 # Cross-entropy, bytes a logit: to float32 (6), log-softmax (8), its gradient (4 + 12), back (6). Blocks are

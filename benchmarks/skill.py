@@ -45,6 +45,7 @@ LISTS = tomllib.loads(Path(__file__).with_suffix(".toml").read_text())
 QUIET = ["--profiling.enable_profiling=false", "--metrics.loggers=[]"]
 QUIET += ["--validation.plots=false", "--metrics.log_freq=1"]
 WINDS = ("10m_u_component_of_wind", "10m_v_component_of_wind")
+WINDOW_LEADS, WINDOW = (6, 24, 72), 20  # hours; steps that a loss of float8_loss is a mean of
 Options = argparse.Namespace
 Row = dict[str, Any]
 
@@ -167,11 +168,13 @@ def at_equal_flops(options: Options, tasks: dict[str, Row]) -> int:
 AS_LONG, GAIN, LOSS = "one step, as long", 0.90, 1.02  # asked: of the RMSE at the last lead and at the first
 DAYS = {"rollout_training": (6, 24, 72, 120), "ten_days": (6, 24, 72, 120, 240)}
 PERIOD = ("--forecast.interval_hours=48", '--forecast.period=["2009-01-01","2009-03-31"]')
-Score = Callable[[list[Row], str, str, list[str]], Row]  # of records, configuration, folder, options
 
 
-def run_stages(options: Options, score: Score, *words: str) -> list[Row]:
-    """Train the runs of skill.toml once a seed; those of another configuration than the first load it."""
+def run_stages(options: Options, score: Callable[..., Row], *words: str) -> list[Row]:
+    """Train the runs of skill.toml once a seed; those of another configuration than the first load it.
+
+    score: of the records of a run, its configuration, folder and options.
+    """
     runs: dict[str, list[str]] = LISTS[options.command]  # name -> configuration, options
     first = next(iter(runs.values()))[0]
 
@@ -281,9 +284,6 @@ def ten_days(options: Options) -> int:
     return 0
 
 
-WINDOW_LEADS = (6, 24, 72)
-
-
 def windows(options: Options) -> int:
     """RMSE of each choice of windows over that with all tokens, trained for as many steps and for as long."""
     columns, rows = [f"{hours} h" for hours in WINDOW_LEADS], []
@@ -316,9 +316,6 @@ def windows(options: Options) -> int:
     best = means.groupby(["task", "windows"])["6 h"].max().groupby("task").min()
     print(f"\nthe best choice at 6 h, at equal steps and in equal time: {best.to_dict()} x")
     return int((best > 1.01).any())
-
-
-WINDOW = 20  # steps that a loss is a mean of
 
 
 def float8_loss(options: Options) -> int:
