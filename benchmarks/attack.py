@@ -1,13 +1,17 @@
 """Attack the program from outside, and count its responses.
 
     .venv/bin/python benchmarks/attack.py [--kind data] [--named TEXT] [--cases 60] [--seed 0] [--jobs 2]
-    .venv/bin/python benchmarks/attack.py scores --seeds 100 [--first 0] [--seed S]     evaluate.py: oracle.py
-    .venv/bin/python benchmarks/attack.py sources --seeds 100 [--first 0] [--seed S]    datasets/: oracle.py
+    .venv/bin/python benchmarks/attack.py sources --seeds 100 [--first 0] [--seed S]
 
-Bad input has to end in one line and exit code 2, and what can be understood in the right values; no byte of
-a run's folder may change where nothing was to be written. "other" is an answer of several lines, or with
-another exit code. Cases are made from the types and ranges of config.py, variants of an archive, damaged
-files, and the lists of attack.toml; --cases: so many, drawn. What a run meets while it trains: lives.py.
+Bad input has to end in one line and exit code 2; no byte of a run's folder may change where nothing was to be
+written. "other" is an answer of several lines, or with another exit code. Cases are made from the types and
+ranges of config.py, variants of an archive, damaged files, and the lists of attack.toml; --cases: so many,
+drawn. What a run meets while it trains: chaos.py.
+
+sources: random, valid, unusual inputs (odd_inputs.py). What datasets/ reads, converts, and converts after it
+was killed, is compared with what was written. Refusals are counted and printed: one of what is neither
+ambiguous nor unsupported is a defect, too.
+
 Commands are forks of a process that has imported torch. Ends with 1 when anything is not as it should be.
 """
 
@@ -24,7 +28,6 @@ import re
 import resource
 import shutil
 import signal
-import subprocess
 import sys
 import tempfile
 import time
@@ -32,7 +35,7 @@ import tomllib
 from argparse import Namespace
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from importlib import import_module
@@ -47,23 +50,25 @@ import tomli_w
 import xarray as xr
 from numcodecs import LZ4, Blosc, Zlib, Zstd
 
-from benchmarks import oracle
+from benchmarks.odd_inputs import VARIABLES, base, generate_source
 from benchmarks.results_file import ROOT, parse, record
 from checkpoints.files import crc32_of, read_manifest, write_manifest
 from command_line import answer_early
 from config import SECTIONS
+from errors import DataError, one_line_errors
 from jobs.durable_files import read_records
 from tests.sample_archives import weatherbench
 from tests.test_identity import NAMES, waves
 from training.config_checks import check
 
-VERDICTS = ("one line", "right", "traceback", "hang", "silently wrong", "other")
-LINE, RIGHT, TRACEBACK, HUNG, SILENT, OTHER = VERDICTS
+LINE, RIGHT, TRACEBACK, HUNG = "one line", "right", "traceback", "hang"  # verdicts
+SILENT, OTHER = "silently wrong", "other"
 BAD = (SILENT, TRACEBACK, HUNG, OTHER)
 VERBS = {name: name for name in ("train", "forecast", "evaluate", "plan")}
 VERBS |= {"checks": "planning.start_checks"}
 LISTS = tomllib.loads((ROOT / "benchmarks/attack.toml").read_text())
 RUN_TRAIN, U, V = str(ROOT / "run_train.sh"), *NAMES
+LIMIT = 60.0  # seconds of a command
 MOST_BYTES = 8 * 2**30  # of memory a case may ask for: one that asks for more meets a MemoryError
 LEAVE_SECONDS, TAIL = 3.0, 600  # for processes of a case to end after it; characters shown of its output
 # A line of a run's log, or a progress bar: no answer, and nothing against one.
@@ -71,11 +76,103 @@ LOGGED = re.compile(r"\d\d:\d\d:\d\d  |.*\d+%\||\d+step \[|rank +\d+: ")
 Answer = tuple[str, str]  # a verdict, and why
 
 
+# -- commands in processes of their own
+
+
 class Ended(NamedTuple):
     code: int | None  # None: it did not end
     stdout: str
     stderr: str
     left: bool  # processes were left behind
+
+
+def environment(more: dict[str, str]) -> dict[str, str]:
+    clean = {key: value for key, value in os.environ.items() if key not in ("NGPU", "NNODES", "WORLD_SIZE")}
+    clean |= {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    return clean | {"ROSSBY_PYTHON": sys.executable} | more
+
+
+class Running:
+    """A function in a fork of a process that has imported torch, or a command."""
+
+    def __init__(
+        self, function: Callable, arguments: tuple, more: dict[str, str] | None = None, limit: float = LIMIT
+    ) -> None:
+        self.folder, self.end = tempfile.TemporaryDirectory(), time.monotonic() + limit
+        self.outputs = [f"{self.folder.name}/{name}" for name in ("stdout", "stderr")]
+        about = (function, arguments, environment(more or {}), self.outputs)
+        self.process = multiprocessing.get_context("forkserver").Process(target=enter, args=about)
+        self.process.start()
+
+    def has_ended(self) -> bool:
+        return self.process.exitcode is not None or time.monotonic() > self.end
+
+    def finish(self) -> Ended:
+        """Return what it did; processes that are left after some seconds are counted and killed."""
+        code, pid, left = self.process.exitcode, self.process.pid or 0, True
+        deadline = time.monotonic() + LEAVE_SECONDS
+        while left:
+            try:
+                os.killpg(pid, 0)
+            except ProcessLookupError:
+                left = False
+            if code is None or time.monotonic() > deadline:
+                break
+            time.sleep(0.02)
+        for child in [*descendants(pid), pid] if left else []:  # ranks have sessions of their own
+            with suppress(ProcessLookupError):
+                os.kill(child, signal.SIGKILL)
+        with suppress(ProcessLookupError):
+            os.killpg(pid, signal.SIGKILL)
+        self.process.join()
+        stdout, stderr = (Path(path).read_text(errors="replace") for path in self.outputs)
+        self.folder.cleanup()
+        return Ended(code, stdout, stderr, left and code is not None)
+
+
+def enter(function: Callable, arguments: tuple, variables: dict[str, str], outputs: list[str]) -> None:
+    """Run in a fork, with variables, outputs and a session of its own; what is returned is the exit code."""
+    gc.freeze()  # or every process collects, and so copies, what all of them share
+    os.setsid()
+    resource.setrlimit(resource.RLIMIT_DATA, (MOST_BYTES, MOST_BYTES))
+    for descriptor, path in enumerate((os.devnull, *outputs)):
+        os.dup2(os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC), descriptor)
+    os.environ.clear()
+    os.environ.update(variables)
+    os.chdir(ROOT)
+    try:
+        sys.exit(function(*arguments))
+    finally:
+        atexit._run_exitfuncs()
+
+
+def run_words(*words: str) -> None:
+    """Run a command of VERBS as `python train.py ...` does, or become another program."""
+    if words[0] not in VERBS:
+        os.execvp(words[0], words)
+    sys.argv = [f"{words[0]}.py", *words[1:]]
+    module = import_module(VERBS[words[0]])
+    answer_early(module.__doc__, check if words[0] != "plan" else None, getattr(module, "OPTIONS", None))
+    module.main(words[1:]) if words[0] == "checks" else module.main()
+
+
+def descendants(pid: int) -> list[int]:
+    """Return the processes below this one, whichever thread started them and session they are of."""
+    children: list[int] = []
+    with suppress(OSError):
+        for task in Path(f"/proc/{pid}/task").glob("*/children"):
+            children += map(int, task.read_text().split())
+    return children + [pid for child in children for pid in descendants(child)]
+
+
+def contents(folder: Path | None, but: tuple[str, ...] = ("\0",)) -> dict[str, bytes]:
+    """Return the bytes of the files in a folder but those whose names begin with these words."""
+    paths = [path for path in folder.rglob("*") if path.is_file()] if folder else []
+    files = {str(path.relative_to(folder)): path for path in paths}  # type: ignore[arg-type]
+    return {name: path.read_bytes() for name, path in files.items() if not name.startswith(but)}
+
+
+# -- bad input
 
 
 Right = Callable[[Ended], Answer]
@@ -90,15 +187,9 @@ class Case:
     words: list[str]
     right: Right
     environment: dict[str, str] = field(default_factory=dict)
-    limit: float = 60.0
+    limit: float = LIMIT
     prepare: Callable[[], object] = lambda: None
     keeps: Path | None = None  # a run's folder of which no byte may change
-
-
-def losses(folder: Path) -> dict[int, float]:
-    """Step -> loss, of the lines of metrics.jsonl that a case has not damaged."""
-    records = read_records(folder / "metrics.jsonl")
-    return {record["step"]: record["loss"] for record in records if "loss" in record}
 
 
 def refused(*words: str, code: int = 2) -> Right:
@@ -109,7 +200,7 @@ def refused(*words: str, code: int = 2) -> Right:
             return SILENT, "accepted"
         if ended.code != code:
             return OTHER, f"exit code {ended.code}, not {code}"
-        lines = [each for each in ended.stderr.splitlines() if each.strip() and not LOGGED.match(each)]
+        lines = [line for line in ended.stderr.splitlines() if line.strip() and not LOGGED.match(line)]
         answers = [line for line in lines if line.startswith("rossby: ")]
         if len(lines) != 1 or answers != lines:
             return OTHER, f"{len(lines)} lines, {len(answers)} of them an answer"
@@ -145,110 +236,34 @@ def either(*rights: Right) -> Right:
     return judge
 
 
-def environment(more: dict[str, str]) -> dict[str, str]:
-    clean = {key: value for key, value in os.environ.items() if key not in ("NGPU", "NNODES", "WORLD_SIZE")}
-    clean |= {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    return clean | {"ROSSBY_PYTHON": sys.executable} | more
-
-
-def become(words: list[str], variables: dict[str, str], outputs: tuple[str, str]) -> None:
-    """Turn this process, a fork, into the command, as `python train.py ...` is."""
-    gc.freeze()  # or every process collects, and so copies, what all of them share
-    os.setsid()
-    resource.setrlimit(resource.RLIMIT_DATA, (MOST_BYTES, MOST_BYTES))
-    for descriptor, path in enumerate((os.devnull, *outputs)):
-        os.dup2(os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC), descriptor)
-    os.environ.clear()
-    os.environ.update(variables)
-    sys.argv = [f"{words[0]}.py", *words[1:]]
-    module = import_module(VERBS[words[0]])
-    try:
-        answer_early(module.__doc__, check if words[0] != "plan" else None, getattr(module, "OPTIONS", None))
-        module.main(words[1:]) if words[0] == "checks" else module.main()
-    finally:
-        atexit._run_exitfuncs()
-
-
-class Running:
-    def __init__(self, case: Case, scratch: Path) -> None:
-        case.prepare()
-        self.case, self.before = case, contents(case.keeps)
-        self.outputs = str(scratch / f"{id(case)}.out"), str(scratch / f"{id(case)}.err")
-        self.end, variables = time.monotonic() + case.limit, environment(case.environment)
-        self.program: subprocess.Popen | None = None
-        if case.words[0] in VERBS:
-            how = {"target": become, "args": (case.words, variables, self.outputs)}
-            self.fork = multiprocessing.get_context("forkserver").Process(**how)
-            self.fork.start()
-            self.pid = self.fork.pid or 0
-            return
-        with open(self.outputs[0], "w") as out, open(self.outputs[1], "w") as err:
-            own: Any = {"env": variables, "stdin": subprocess.DEVNULL, "start_new_session": True}
-            self.program = subprocess.Popen(case.words, cwd=ROOT, stdout=out, stderr=err, **own)
-        self.pid = self.program.pid
-
-    def code(self) -> int | None:
-        return self.program.poll() if self.program else self.fork.exitcode
-
-    def finish(self) -> tuple[Answer, Ended]:
-        """Return the verdict; processes that are left after some seconds are counted and killed."""
-        code, deadline, left = self.code(), time.monotonic() + LEAVE_SECONDS, True
-        while left:
-            try:
-                os.killpg(self.pid, 0)
-            except ProcessLookupError:
-                left = False
-            if code is None or time.monotonic() > deadline:
-                break
-            time.sleep(0.02)
-        for pid in [*descendants(self.pid), self.pid] if left else []:  # ranks have sessions of their own
-            with suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
-        with suppress(ProcessLookupError):
-            os.killpg(self.pid, signal.SIGKILL)
-        self.program.wait() if self.program else self.fork.join()
-        stdout, stderr = (Path(path).read_text(errors="replace") for path in self.outputs)
-        ended = Ended(code, stdout, stderr, left and code is not None)
-        answer, after = self.judge(ended), contents(self.case.keeps)
-        changed = sorted(k for k in self.before | after if self.before.get(k) != after.get(k))
-        return ((SILENT, f"changed {', '.join(changed)}") if changed else answer), ended
-
-    def judge(self, ended: Ended) -> Answer:
-        if ended.code is None:
-            return HUNG, f"still there after {self.case.limit:g} s"
-        if "Traceback (most recent" in ended.stderr + ended.stdout:
-            return TRACEBACK, "traceback"
-        if ended.left:
-            return HUNG, "processes were left"
-        answer = self.case.right(ended)
-        if answer[0] in BAD and (ended.code < 0 or "terminate called" in ended.stderr):
-            return TRACEBACK, f"ended by signal {-ended.code}"
-        return answer
-
-
-def descendants(pid: int) -> list[int]:
-    """Return the processes below this one, whichever thread started them and session they are of."""
-    found: list[int] = []
-    with suppress(OSError):
-        for task in Path(f"/proc/{pid}/task").glob("*/children"):
-            found += map(int, task.read_text().split())
-    return found + [each for child in found for each in descendants(child)]
-
-
-def contents(folder: Path | None, but: tuple[str, ...] = ("\0",)) -> dict[str, bytes]:
-    files = [path for path in folder.rglob("*") if path.is_file()] if folder else []
-    found = {str(path.relative_to(folder)): path for path in files}  # type: ignore[arg-type]
-    return {name: path.read_bytes() for name, path in found.items() if not name.startswith(but)}
-
-
-def attack(cases: list[Case], scratch: Path, jobs: int) -> list[tuple[Case, Answer, Ended]]:
+def attack(cases: list[Case], jobs: int) -> list[tuple[Case, Answer, Ended]]:
     waiting, running, results = cases[::-1], [], []
     while waiting or running:
         while waiting and len(running) < jobs:
-            running.append(Running(waiting.pop(), scratch))
-        for each in [r for r in running if r.code() is not None or time.monotonic() > r.end]:
-            running.remove(each)
-            results.append((each.case, *each.finish()))
+            case = waiting.pop()
+            case.prepare()
+            before = contents(case.keeps)
+            running.append(
+                (case, before, Running(run_words, tuple(case.words), case.environment, case.limit))
+            )
+        for case, before, process in [each for each in running if each[2].has_ended()]:
+            running.remove((case, before, process))
+            ended = process.finish()
+            # The verdict: an end, then its words, then the files.
+            if ended.code is None:
+                answer = HUNG, f"still there after {case.limit:g} s"
+            elif "Traceback (most recent" in ended.stderr + ended.stdout:
+                answer = TRACEBACK, "traceback"
+            elif ended.left:
+                answer = HUNG, "processes were left"
+            else:
+                answer = case.right(ended)
+                if answer[0] in BAD and (ended.code < 0 or "terminate called" in ended.stderr):
+                    answer = TRACEBACK, f"ended by signal {-ended.code}"
+            after = contents(case.keeps)
+            changed = sorted(name for name in before | after if before.get(name) != after.get(name))
+            answer = (SILENT, f"changed {', '.join(changed)}") if changed else answer
+            results.append((case, answer, ended))
         time.sleep(0.005)
     return results
 
@@ -269,8 +284,8 @@ class Stage:
     def options(self, folder: Path | str, *more: str) -> list[str]:
         return ["--job.config_file", str(self.config), "--job.dump_folder", str(folder), *more]
 
-    def longer(self, folder: Path | str, *more: str) -> list[str]:
-        return self.options(folder, "--training.steps", str(MORE), *more)
+    def longer(self, folder: Path | str) -> list[str]:
+        return self.options(folder, "--training.steps", str(MORE))
 
     def fresh(self, name: str) -> Path:
         return self.scratch / "cases" / re.sub(r"[/ ]", "-", name)[:100]
@@ -282,16 +297,23 @@ class Stage:
 
         return prepare
 
-    def goes_on(self, folder: Path) -> str:
-        found = losses(folder)
-        wrong = [step for step in range(STEPS + 1, MORE + 1) if found.get(step) != self.losses[step]]
-        return f"loss of step {wrong[0]} is {found.get(wrong[0])}" if wrong else ""
-
-    def resumed(self, kind: str, name: str, change: Any, log: str = "", also: Any = str) -> Case:
+    def resumed(self, name: str, change: Any, log: str = "", also: Callable[[], str] = str) -> Case:
         """Return a case that ends with the losses of the undisturbed run; also(): what else is wrong."""
         folder = self.fresh(f"resumed {name}")
-        right, prepare = runs(lambda: also() or self.goes_on(folder), log=log), self.copying(folder, change)
-        return Case(kind, f"resume: {name}", ["train", *self.longer(folder)], right, prepare=prepare)
+
+        def wrong() -> str:
+            ours = losses(folder)
+            steps = [n for n in range(STEPS + 1, MORE + 1) if ours.get(n) != self.losses[n]]
+            return also() or (f"loss of step {steps[0]} is {ours.get(steps[0])}" if steps else "")
+
+        words, prepare = ["train", *self.longer(folder)], self.copying(folder, change)
+        return Case("files", f"resume: {name}", words, runs(wrong, log=log), prepare=prepare)
+
+
+def losses(folder: Path) -> dict[int, float]:
+    """Return step -> loss, of the lines of metrics.jsonl that a case has not damaged."""
+    records = read_records(folder / "metrics.jsonl")
+    return {record["step"]: record["loss"] for record in records if "loss" in record}
 
 
 def build(scratch: Path) -> Stage:
@@ -303,7 +325,7 @@ def build(scratch: Path) -> Stage:
     first = [Case("", verb, [verb, *stage.options(stage.run)], runs(), limit=300) for verb in [*VERBS][:3]]
     longer = Case("", "on", ["train", *stage.longer(on)], runs(), limit=300, prepare=stage.copying(on))
     for case in [*first, longer]:
-        ((_, answer, ended),) = attack([case], scratch, 1)
+        ((_, answer, ended),) = attack([case], 1)
         assert answer[0] == RIGHT, ended.stderr
     stage.losses = losses(on)
     assert set(stage.losses) == set(range(1, MORE + 1)), stage.losses
@@ -334,7 +356,7 @@ def bad_values(kind: Any) -> list[str]:
 
 
 def keys(stage: Stage, rng: random.Random) -> Iterator[Case]:
-    """Give each key some of its bad values, the commands in turn; then misspelt keys, options and files."""
+    """Give each key some of its bad values, the commands in turn; then misspelt keys, files and options."""
 
     def draw(values: Any, number: int) -> list:
         return rng.sample([*values], min(number, len(values)))
@@ -343,7 +365,7 @@ def keys(stage: Stage, rng: random.Random) -> Iterator[Case]:
     texts = {name: (text, "") for name, text in LISTS["files"].items()}
     texts |= {f"5000 x {c}": (f"[data]\nlevels = {c * 5000}", "") for c in "[9"}
     for section, cls in SECTIONS.items():
-        fields = {f"{section}.{each.name}": each.type for each in dataclasses.fields(cls)}
+        fields = {f"{section}.{key.name}": key.type for key in dataclasses.fields(cls)}
         values = [(key, value, key) for key, kind in fields.items() for value in draw(bad_values(kind), 4)]
         for key, value, named in [*values, *((key + "q", "1", key) for key in draw(fields, 2))]:
             verb = ("train", "forecast", "evaluate", "plan")[next(number) % 4]
@@ -359,10 +381,7 @@ def keys(stage: Stage, rng: random.Random) -> Iterator[Case]:
         path.write_text(text)
         words = ["train", "--job.config_file", str(path), "--job.dump_folder", str(stage.run)]
         yield Case("keys", f"a TOML file, {name}", words, refused(word), keeps=stage.run)
-    yield from own_options(stage)
-
-
-def own_options(stage: Stage) -> Iterator[Case]:
+    # Options of the commands that are none, or have no value of one, and variables of run_train.sh.
     os.mkfifo(stage.scratch / "fifo")
     (stage.scratch / "empty").mkdir()
     paths = {"{config}": stage.config, "{data}": stage.data, "{scratch}": stage.scratch}
@@ -371,7 +390,7 @@ def own_options(stage: Stage) -> Iterator[Case]:
             for name, path in paths.items():
                 text = text.replace(name, str(path))
             words = text.split(" ")
-            given = [each for each in ("--job.config_file", "--job.dump_folder") if each in text]
+            given = [name for name in ("--job.config_file", "--job.dump_folder") if name in text]
             pairs = zip(*[iter(stage.options(stage.run))] * 2, strict=True)
             options = [word for pair in pairs if pair[0] not in given for word in pair]
             # Every fifth is a process of its own, as the caller starts it.
@@ -395,11 +414,11 @@ def combinations(stage: Stage, _: random.Random) -> Iterator[Case]:
         listed += [[ranks, f"p.{name} {degree}", "degree"]] if ranks % degree else []
     axes: Any = {"latitude": np.linspace(89.9, -89.9, 512), "longitude": np.arange(1024) * 360 / 1024}
     zeros = xr.zeros_like(waves().isel(time=slice(70)).reindex(axes, method="nearest"))
-    write("zarr2", lambda _: zeros, large)
+    write("zarr2", zeros, large)
     for ranks, text, word in [*listed, *LISTS["combinations"]["huge"]]:
         huge = [ranks, text, word] in LISTS["combinations"]["huge"]
         words = re.sub(r"(^| )p\.", r"\1parallelism.", text).split()
-        words = [f"--{each}" if re.match(r"[a-z_0-9]+\.", each) else each for each in words]
+        words = [f"--{word}" if re.match(r"[a-z_0-9]+\.", word) else word for word in words]
         verb, folder = "checks" if huge or ranks > 1 else "train", stage.fresh(text) if huge else stage.run
         options = stage.options(folder, *(["--data.path", str(large)] if huge else []), *words)
         about: Any = {"environment": {"NGPU": str(ranks)}, "keeps": None if huge else stage.run}
@@ -408,218 +427,121 @@ def combinations(stage: Stage, _: random.Random) -> Iterator[Case]:
 
 CODECS = {"blosc": Blosc(), "zlib": Zlib(), "zstd": Zstd(checksum=True), "lz4": LZ4(), "raw": None, "own": ""}
 FORMATS = ("zarr2", "zarr3", "netcdf4", "netcdf3")
-DIMS, DATES = ("time", "latitude", "longitude"), [str(each)[:19] for each in waves().time.values]
-Change = Callable[[xr.Dataset], xr.Dataset]
-# Name, what writes the data to a path, the right answer: a word of it, or "same": the losses of plain fields.
-Odd = tuple[str, Callable[[Path], object], Right | str]
+WAYS = ("gone", "empty", "half", "all but one byte")
+DATES = [str(date)[:19] for date in waves().time.values]
 
 
-def write(format: str, change: Change, path: Path, **own: Any) -> None:
-    """Write the changed waves, a chunk a date, or as `own`, the encoding of fields, has it."""
-    ds = change(waves())
+def write(format: str, ds: xr.Dataset, path: Path, **encoded: Any) -> None:
+    """Write fields, a chunk a date. encoded: of Zarr's fields."""
     if format.startswith("netcdf"):
-        encoding = {name: own for name in ds.data_vars if own}
-        ds.to_netcdf(path, engine="scipy" if format == "netcdf3" else "h5netcdf", encoding=encoding)
+        ds.to_netcdf(path, engine="scipy" if format == "netcdf3" else "h5netcdf")
         return
-    encoding = {n: {"chunks": (1, *ds[n].shape[1:])} | own for n in ds.data_vars if ds[n].ndim > 2}
+    encoding = {n: {"chunks": (1, *ds[n].shape[1:])} | encoded for n in ds.data_vars if ds[n].ndim > 2}
     version: Any = 2 if format == "zarr2" else 3
     ds.to_zarr(path, zarr_format=version, encoding=encoding, consolidated=version == 2)
 
 
 def data(stage: Stage, rng: random.Random) -> Iterator[Case]:
+    """Train on archives that mean nothing, or are damaged: `sources` has those that can be understood."""
     short = ["--training.steps", "3", "--checkpoint.enable=false", "--checkpoint.keep_best="]
-    first: dict[int, float] = {}  # losses that all ways to write the same fields have to give
+    both, ds, dates = either(refused(U), runs(log=U)), waves(), np.arange(80)
 
-    def wrong(run: Path, tolerance: float) -> str:
-        ours = losses(run)
-        first.update({} if first else ours)
-        close = ours.keys() == first.keys() and all(abs(ours[n] / first[n] - 1) < tolerance for n in first)
-        return "" if close else f"losses {ours}, not {first}"
-
-    generated = (each(rng) for each in (fields, times_and_places, stores))
-    for name, make, right in itertools.chain(*generated):
-        text, _, more = name.partition(" | ")
+    def case(name: str, make: Callable[[Path], object], right: Right | str, options: str = "") -> Case:
         folder = stage.fresh(f"data {name}")
-        options = stage.options(folder / "run", *short, "--data.path", str(folder / "data"), *more.split())
 
-        def prepare(folder: Path = folder, make: Callable[[Path], object] = make) -> None:
+        def prepare() -> None:
             folder.mkdir(parents=True)
             make(folder / "data")
 
-        if right == "same":
-            right = runs(partial(wrong, folder / "run", 2e-2 if "packed" in name else 1e-4))
-        right = refused(right) if isinstance(right, str) else right
-        yield Case("data", text, ["train", *options], right, prepare=prepare)
+        path = ["--data.path", str(folder / "data")]
+        words = ["train", *stage.options(folder / "run", *short, *path, *options.split())]
+        judge = refused(right) if isinstance(right, str) else right
+        return Case("data", name, words, judge, prepare=prepare)
 
-
-def fields(rng: random.Random) -> Iterator[Odd]:
-    """Yield fields with other values, units, dimensions, orders, types and packings."""
-
-    def put(value: float, date: int, ds: xr.Dataset) -> xr.Dataset:
-        ds[U][date, 2, :2] = value
-        return ds
-
-    def scaled(units: str, factor: float, ds: xr.Dataset) -> xr.Dataset:
-        return ds.assign({name: (ds[name] * factor).assign_attrs(units=units) for name in NAMES})
-
-    def assign(change: Callable[[xr.DataArray], xr.DataArray]) -> Change:
-        return lambda ds: ds.assign({U: change(ds[U])})
-
-    same, dates, own = (lambda ds: ds), np.arange(80), {}
-    outside, both = runs(log=f"{U}: .*outside -120 to 120 m s-1"), either(refused(U), runs(log=U))
-    found: dict[str, tuple[Change, Right | str]] = {
-        "as they are": (same, "same"),
-        "infinities": (partial(put, np.inf, 20), runs(log=f"{U}: 2 values infinite")),
-        "a variable without any value": (assign(lambda x: x * np.nan), U),
-        "a constant variable": (assign(lambda x: x * 0 + 3), both),
-        "100 times the values": (assign(lambda x: x * 100), outside),
-        "texts": (assign(lambda x: x.astype("U4")), U),
-        "dates for numbers": (assign(lambda x: x.astype("i8").astype("M8[ns]").drop_attrs()), U),
-        "whole numbers": (assign(lambda x: (x * 10).astype("i2")), runs()),
-        "members": (lambda ds: ds.expand_dims(member=[0, 1], axis=1), "data.select"),
-        "one member": (lambda ds: ds.expand_dims(member=[0], axis=1), "same"),
-        "no longitudes": (lambda ds: ds.isel(longitude=0, drop=True), "longitude"),
-        "no dates": (lambda ds: ds.isel(time=0, drop=True), ""),
-        "gaps": (lambda ds: ds.isel(time=[i for i in dates if i % 7]), runs()),
-        "another name": (lambda ds: ds.rename({U: "x"}), U),
-        "times in no order": (lambda ds: ds.isel(time=np.random.default_rng(0).permutation(80)), "same"),
-        "valid_time, lat": (lambda ds: ds.rename(time="valid_time", latitude="lat"), "same"),
+    # Fields with values, units and dimensions that mean nothing; the right answer is a word of the line.
+    infinite = ds.copy(deep=True)
+    infinite[U][20, 2, :2] = np.inf
+    outside = runs(log=f"{U}: .*outside -120 to 120 m s-1")
+    archives: dict[str, tuple[xr.Dataset, Right | str]] = {
+        "infinities": (infinite, runs(log=f"{U}: 2 values infinite")),
+        "a variable without any value": (ds.assign({U: ds[U] * np.nan}), U),
+        "a constant variable": (ds.assign({U: ds[U] * 0 + 3}), both),
+        "100 times the values": (ds.assign({U: ds[U] * 100}), outside),
+        "texts": (ds.assign({U: ds[U].astype("U4")}), U),
+        "dates for numbers": (ds.assign({U: ds[U].astype("i8").astype("M8[ns]").drop_attrs()}), U),
+        "members": (ds.expand_dims(member=[0, 1], axis=1), "data.select"),
+        "no longitudes": (ds.isel(longitude=0, drop=True), "longitude"),
+        "no dates": (ds.isel(time=0, drop=True), ""),
+        "another name": (ds.rename({U: "x"}), U),
     }
     for fill in (9.96921e36, 1e30, 1e20, -9999.0, -32767.0):
-        date = rng.randrange(1, 45)
+        date, filled = rng.randrange(1, 45), ds.copy(deep=True)
+        filled[U][date, 2, :2] = fill
         right = refused("_FillValue", DATES[date])
-        found[f"{fill:g} that nothing declares, date {date}"] = (partial(put, fill, date), right)
-    for units, factor, right in LISTS["data"]["units"]:
-        found[f"in {units}"] = (partial(scaled, units, factor), both if right == "warned" else right)
+        archives[f"{fill:g} that nothing declares, date {date}"] = filled, right
+    for units in LISTS["data"]["units"]:
+        archives[f"in {units}"] = ds.assign({n: ds[n].assign_attrs(units=units) for n in NAMES}), both
     for dim, indices, right in LISTS["data"]["select"]:
-        found[f"{dim} {indices}"] = (lambda ds, i=indices, d=dim: ds.isel({d: i}), right)
-    for dim, order in itertools.product(DIMS, itertools.permutations(DIMS)):
-        found[f"{dim} reversed"] = (lambda ds, d=dim: ds.isel({d: slice(None, None, -1)}), "same")
-        found[f"dimensions {', '.join(order)}"] = (lambda ds, order=order: ds.transpose(*order), "same")
-    for kind in ("f8", ">f4", ">f8"):
-        found[f"numbers as {kind}"] = (lambda ds, kind=kind: ds.astype(kind), "same")
-    encodings: dict[str, dict[str, Any]] = {"a declared fill value": {"_FillValue": -9999.0}}
-    for offset in (0.0, 5.0):
-        packed = {"dtype": "i2", "scale_factor": 1e-3, "add_offset": offset, "_FillValue": -32767}
-        encodings[f"packed, offset {offset}"] = packed
-    found |= {name: (same, "same") for name in encodings}
-    for format, (name, (change, right)) in itertools.product(FORMATS, found.items()):
-        own = encodings.get(name, {})
-        own |= {"chunks": None} if name.startswith("dimensions") and "zarr" in format else {}
-        if not (format.startswith("netcdf") and name in ("texts", "numbers as >f4", "numbers as >f8")):
-            yield f"{format}: {name}", partial(write, format, change, **own), right
-    for format, chunk in itertools.product(FORMATS[:2], ((2, 6, 8), (80, 6, 8), (1, 3, 4), (7, 5, 3))):
-        yield f"{format}: chunks of {chunk}", partial(write, format, same, chunks=chunk), "same"
-
-
-def times_and_places(_: random.Random) -> Iterator[Odd]:
-    """Yield archives with coordinates of another meaning, no meaning, or the same meaning in another form."""
-    found: dict[str, tuple[dict[str, Any], str]] = {}
+        archives[f"{dim} {indices}"] = ds.isel({dim: indices}), right
+    # Coordinates of another meaning, or of none.
     for dim, order, factor, right in LISTS["data"]["places"]:
-        found[f"{dim} {order} x {factor}"] = ({dim: waves()[dim].values[order] * factor}, right)
-    north, hours = np.deg2rad(waves().latitude.values), np.arange(80) * 6.0
-    found["radians"] = ({"latitude": ("latitude", north, {"units": "radians"})}, "radians")
+        archives[f"{dim} {order} x {factor}"] = ds.assign_coords({dim: ds[dim].values[order] * factor}), right
+    radians = ("latitude", np.deg2rad(ds.latitude.values), {"units": "radians"})
+    archives["radians"] = ds.assign_coords(latitude=radians), "radians"
     for units, calendar, factor, offset, right in LISTS["data"]["times"]:
         attrs = {name: text for name, text in (("units", units), ("calendar", calendar)) if text}
-        time_axis = ("time", hours * factor + offset, attrs)
-        found[f"times {units} {calendar} x {factor:.3g} + {offset:g}"] = ({"time": time_axis}, right)
-    for format, (name, (axes, right)) in itertools.product(FORMATS, found.items()):
-        yield f"{format}: {name}", partial(write, format, lambda ds, a=axes: ds.assign_coords(a)), right
-
-    def levelled(dim: str, attrs: dict[str, str], numbers: Any, ds: xr.Dataset) -> xr.Dataset:
-        ds = ds.rename({U: "u_component_of_wind", V: "v_component_of_wind"})
-        stacked = xr.concat([ds, ds * 0.5, ds * 0.25], dim).transpose("time", dim, ...)
-        for name in stacked.data_vars:
-            stacked[name].attrs["units"] = "m s-1"
-        return stacked.assign_coords({dim: (dim, np.asarray(numbers), attrs)})
-
+        times = ds.assign_coords(time=("time", dates * 6.0 * factor + offset, attrs))
+        archives[f"times {units} {calendar} x {factor:.3g} + {offset:g}"] = times, right
+    for format, (name, (archive, right)) in itertools.product(FORMATS, archives.items()):
+        if not (format.startswith("netcdf") and name == "texts"):
+            yield case(f"{format}: {name}", partial(write, format, archive), right)
     options = '--data.variables=["u_component_of_wind","v_component_of_wind"] --data.levels=[500]'
+    upper = ds.rename({U: "u_component_of_wind", V: "v_component_of_wind"})
     for format, (dim, units, numbers, right) in itertools.product(FORMATS, LISTS["data"]["levels"]):
-        change = partial(levelled, dim, {"units": units} if units else {}, numbers)
-        yield f"{format}: {dim} {numbers} {units} | {options}", partial(write, format, change), right
+        stacked = xr.concat([upper, upper * 0.5, upper * 0.25], dim).transpose("time", dim, ...)
+        stacked = stacked.map(lambda x: x.assign_attrs(units="m s-1"))
+        stacked = stacked.assign_coords({dim: (dim, np.asarray(numbers), {"units": units} if units else {})})
+        yield case(f"{format}: {dim} {numbers} {units}", partial(write, format, stacked), right, options)
 
-
-def damage(path: Path, how: str, seed: float) -> None:
-    content, rng = path.read_bytes(), random.Random(seed)
-    at = rng.randrange(len(content))
-    flipped = content[:at] + bytes([content[at] ^ 1 << rng.randrange(8)]) + content[at + 1 :]
-    found = {"empty": b"", "half": content[: len(content) // 2], "all but one byte": content[:-1]}
-    found |= {"zeros": bytes(len(content)), "another's": rng.randbytes(len(content)), "one bit": flipped}
-    found |= {"nonsense": b"{nonsense", "a list": b"[1, 2]"}
-    path.unlink() if how == "gone" else path.write_bytes(found[how])
-
-
-def stores(rng: random.Random) -> Iterator[Odd]:
-    """Yield archives with files and chunks that are truncated, empty, damaged, missing or of another kind."""
-
-    def damaged(format: str, own: dict[str, Any], name: str, how: str, path: Path) -> None:
-        write(format, lambda ds: ds, path, **own)
+    # Files and chunks that are truncated, empty, damaged, missing or of another kind.
+    def damaged(format: str, encoded: dict[str, Any], name: str, how: str, path: Path) -> None:
+        write(format, ds, path, **encoded)
         damage(path / name, how, 0.0)
-        for each in (".zmetadata", f"{U}/.zarray") if how == "gone" and name[-1:] == "0" and own else ():
-            text = (path / each).read_text()  # as other programs write it: what is missing reads as zeros
-            (path / each).write_text(text.replace('"fill_value": "NaN"', '"fill_value": 0.0'))
+        for about in (".zmetadata", f"{U}/.zarray") if how == "gone" and name[-1:] == "0" and encoded else ():
+            text = (path / about).read_text()  # as other programs write it: what is missing reads as zeros
+            (path / about).write_text(text.replace('"fill_value": "NaN"', '"fill_value": 0.0'))
 
-    ways = ("gone", "empty", "half", "all but one byte")
     metadata = [(format, name) for format, names in LISTS["data"]["metadata"].items() for name in names]
-    for (format, name), how in itertools.product(metadata, (*ways, "nonsense", "a list")):
+    for (format, name), how in itertools.product(metadata, (*WAYS, "nonsense", "a list")):
         # .zmetadata has what the other files of Zarr 2 say, and they have what it says.
         right = either(runs(), refused()) if format == "zarr2" else ""
-        yield f"{format}: {name}, {how}", partial(damaged, format, {}, name, how), right
-    for format, codec, how in itertools.product(("zarr2", "zarr3"), CODECS, ways):
-        own, date = {"compressors": CODECS[codec]} if codec != "own" else {}, rng.randrange(1, 45)
+        yield case(f"{format}: {name}, {how}", partial(damaged, format, {}, name, how), right)
+    for format, codec, how in itertools.product(("zarr2", "zarr3"), CODECS, WAYS):
+        encoded, date = {"compressors": CODECS[codec]} if codec != "own" else {}, rng.randrange(1, 45)
         if (format == "zarr3") == (codec == "own"):
             gone = f"no value of a variable, the first {DATES[date]}|{DATES[date]}, (is|are) not in the store"
             right = runs(log=gone) if how == "gone" else refused(U, DATES[date])
-            name = f"{U}/{date}.0.0" if own else f"{U}/c/{date}/0/0"
-            yield f"{format} {codec}: chunk {date}, {how}", partial(damaged, format, own, name, how), right
-    yield "a text", lambda path: path.write_text("time,latitude\n"), ""
-    yield "a folder with a text", lambda path: (path.mkdir(), (path / "data.nc").write_text("time\n")), ""
-    yield "nothing", lambda path: None, ""
-    yield "a folder without data", lambda path: path.mkdir(), ""
+            name = f"{U}/{date}.0.0" if encoded else f"{U}/c/{date}/0/0"
+            make = partial(damaged, format, encoded, name, how)
+            yield case(f"{format} {codec}: chunk {date}, {how}", make, right)
+    yield case("a text", lambda path: path.write_text("time,latitude\n"), "")
+    yield case("a folder with a text", lambda p: (p.mkdir(), (p / "data.nc").write_text("time\n")), "")
+    yield case("nothing", lambda path: None, "")
+    yield case("a folder without data", lambda path: path.mkdir(), "")
 
 
 DAMAGES = ("empty", "half", "all but one byte", "zeros", "another's", "one bit")
 NEWEST = f"checkpoints/step-{STEPS:08d}"
 
 
-def files(stage: Stage, rng: random.Random) -> Iterator[Case]:
-    def damaging(name: str, how: str) -> Callable[[Path], object]:
-        return partial(lambda seed, folder: damage(next(folder.glob(name)), how, seed), rng.random())
-
-    resumed, stored_files = LISTS["saved"]["resumed"], LISTS["saved"]["stored"]
-    for name, how in itertools.product(resumed, DAMAGES):
-        yield stage.resumed("files", f"{name}, {how}", damaging(name, how))
-    for verb in stored_files:
-        for name, how in itertools.product(stored_files[verb], DAMAGES):
-            # Chunks have no checksums: other bits of a chunk are other values, which only the disk can know.
-            if not (how in ("one bit", "zeros", "another's") and re.search(r"\.zarr/.*/[\d.]+$", name)):
-                yield stored(stage, verb, f"{name}, {how}", damaging(name, how))
-    for name in (*resumed, "checkpoints", "best"):
-
-        def remove(folder: Path, name: str = name) -> None:
-            path = next(folder.glob(name))
-            shutil.rmtree(path) if path.is_dir() else path.unlink()
-
-        yield stage.resumed("files", f"{name}, removed", remove)
-    yield from forged(stage)
-
-
-def stored(stage: Stage, verb: str, name: str, change: Callable[[Path], object]) -> Case:
-    """Return a case that is refused naming the file, or ends as if nothing had happened."""
-    folder = stage.fresh(f"{verb} {name}")
-
-    def check() -> str:
-        made = "forecast.zarr" if verb == "forecast" else "evaluation/scores.nc"
-        opener = xr.open_zarr if verb == "forecast" else xr.open_dataset
-        try:
-            with opener(folder / made) as ours, opener(stage.run / made) as theirs:
-                same = ours.drop_attrs().identical(theirs.drop_attrs())
-        except (OSError, ValueError, KeyError, RuntimeError) as error:
-            return f"{made} cannot be read: {type(error).__name__}"
-        return "" if same else f"another {made}"
-
-    right, prepare = either(runs(check), refused(), refused(code=1)), stage.copying(folder, change)
-    return Case("files", f"{verb}: {name}", [verb, *stage.options(folder)], right, prepare=prepare)
+def damage(path: Path, how: str, seed: float) -> None:
+    content, rng = path.read_bytes(), random.Random(seed)
+    at = rng.randrange(len(content))
+    flipped = content[:at] + bytes([content[at] ^ 1 << rng.randrange(8)]) + content[at + 1 :]
+    damages = {"empty": b"", "half": content[: len(content) // 2], "all but one byte": content[:-1]}
+    damages |= {"zeros": bytes(len(content)), "another's": rng.randbytes(len(content)), "one bit": flipped}
+    damages |= {"nonsense": b"{nonsense", "a list": b"[1, 2]"}
+    path.unlink() if how == "gone" else path.write_bytes(damages[how])
 
 
 class Exploit(str):
@@ -629,8 +551,42 @@ class Exploit(str):
         return os.mkdir, (str(self),)
 
 
-def forged(stage: Stage) -> Iterator[Case]:
-    """Yield entries among the checkpoints that no run has made, and metadata that would run a command."""
+def files(stage: Stage, rng: random.Random) -> Iterator[Case]:
+    """Damage, remove and forge files of a run, and let it go on."""
+
+    def damaging(name: str, how: str) -> Callable[[Path], object]:
+        return partial(lambda seed, folder: damage(next(folder.glob(name)), how, seed), rng.random())
+
+    def remove(name: str, folder: Path) -> None:
+        path = next(folder.glob(name))
+        shutil.rmtree(path) if path.is_dir() else path.unlink()
+
+    def compare(verb: str, folder: Path) -> str:
+        made = "forecast.zarr" if verb == "forecast" else "evaluation/scores.nc"
+        opener = xr.open_zarr if verb == "forecast" else xr.open_dataset
+        try:
+            with opener(folder / made) as ours, opener(stage.run / made) as theirs:
+                same = ours.drop_attrs().identical(theirs.drop_attrs())
+        except (OSError, ValueError, KeyError, RuntimeError) as error:
+            return f"{made} cannot be read: {type(error).__name__}"
+        return "" if same else f"another {made}"
+
+    resumed = LISTS["saved"]["resumed"]
+    for name, how in itertools.product(resumed, DAMAGES):
+        yield stage.resumed(f"{name}, {how}", damaging(name, how))
+    for name in (*resumed, "checkpoints", "best"):
+        yield stage.resumed(f"{name}, removed", partial(remove, name))
+    stored = [(verb, name) for verb, names in LISTS["saved"]["stored"].items() for name in names]
+    for (verb, name), how in itertools.product(stored, DAMAGES):
+        # Chunks have no checksums: other bits of a chunk are other values, which only the disk can know.
+        if not (how in ("one bit", "zeros", "another's") and re.search(r"\.zarr/.*/[\d.]+$", name)):
+            # Refused with the file's name, or as if nothing had happened.
+            folder = stage.fresh(f"{verb} {name}, {how}")
+            right = either(runs(partial(compare, verb, folder)), refused(), refused(code=1))
+            prepare, words = stage.copying(folder, damaging(name, how)), [verb, *stage.options(folder)]
+            yield Case("files", f"{verb}: {name}, {how}", words, right, prepare=prepare)
+
+    # Entries among the checkpoints that no run has made, and metadata that would run a command.
     proof = stage.scratch / "proof"
 
     def strangers(folder: Path) -> None:
@@ -652,45 +608,30 @@ def forged(stage: Stage) -> Iterator[Case]:
         np.savez(folder / "statistics.npz", mean=np.array(Exploit(proof), object))
 
     entries = ("step-00000099/manifest.json", "step-00000009.incomplete/.zgroup", "notes.txt", "step-backup")
-    left = "".join(f"(?=.*{each.split('/')[0]}.*left alone)" for each in entries)
-    ways = [("strangers", strangers, f"(?s){left}"), ("a pickle in statistics.npz", statistics, "damaged")]
-    ways.append(("a malicious pickle", forge, "damaged|refused|not those"))
-    for name, change, log in [*ways, ("a malicious pickle, vouched for", vouched, "posix.mkdir")]:
-        kept = [stage.fresh(f"resumed {name}") / "checkpoints" / each for each in entries]
-
-        def wrong(kept: list[Path] = kept if name == "strangers" else []) -> str:
-            gone = "".join(f"{path} is gone" for path in kept if not path.exists())
-            return "a pickle was executed" if proof.exists() else gone
-
-        yield stage.resumed("files", name, change, log, wrong)
-
-
-KINDS = {each.__name__: each for each in (keys, combinations, data, files)}
+    kept = [stage.fresh("resumed strangers") / "checkpoints" / entry for entry in entries]
+    left = "".join(f"(?=.*{entry.split('/')[0]}.*left alone)" for entry in entries)
+    gone = lambda: "".join(f"{path} is gone" for path in kept if not path.exists())  # noqa: E731
+    yield stage.resumed("strangers", strangers, f"(?s){left}", gone)
+    ways = {"a pickle in statistics.npz": (statistics, "damaged")}
+    ways["a malicious pickle"] = forge, "damaged|refused|not those"
+    ways["a malicious pickle, vouched for"] = vouched, "posix.mkdir"
+    for name, (change, log) in ways.items():
+        executed = lambda: "a pickle was executed" if proof.exists() else ""  # noqa: E731
+        yield stage.resumed(name, change, log, executed)
 
 
-def main() -> int:
-    commands: dict[str, Any] = {
-        "commands": attack_commands,
-        "scores": oracle.scores,
-        "sources": oracle.sources,
-    }
-    of_cases = {"kind": "", "named": "", "cases": 0, "seed": -1, "jobs": 2}
-    options = parse(__doc__, commands, **of_cases, seeds=100, first=0)
-    return commands[options.command](options)
+KINDS = {kind.__name__: kind for kind in (keys, combinations, data, files)}
 
 
 def attack_commands(options: Namespace) -> int:
     began = time.monotonic()
-    os.environ |= environment({})  # before the server of forks starts, which takes them over
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # what starts this may have it ignored
-    multiprocessing.set_forkserver_preload([*VERBS.values(), "benchmarks.attack"])
     with tempfile.TemporaryDirectory(prefix="rossby-attack-", ignore_cleanup_errors=True) as text:
         stage, rng = build(Path(text)), random.Random(max(options.seed, 0))
         kinds = [options.kind] if options.kind else KINDS
         made = itertools.chain(*(KINDS[kind](stage, rng) for kind in kinds))
         cases = [case for case in made if options.named in case.name]
         cases = rng.sample(cases, min(options.cases, len(cases))) if options.cases else cases
-        results = attack(cases, Path(text), options.jobs)
+        results = attack(cases, options.jobs)
     wrong, counts = [], Counter(f"{case.kind}: {answer[0]}" for case, answer, _ in results)
     for case, (verdict, why), ended in results:
         if verdict in BAD:
@@ -704,6 +645,139 @@ def attack_commands(options: Namespace) -> int:
     counted = pd.crosstab(frame.kind, frame.verdict, margins=True)
     print(f"\n{counted.to_string()}\n{time.monotonic() - began:.0f} s")
     return int(bool(wrong))
+
+
+# -- valid, unusual input
+
+ROUNDED = 1e-6  # relative: of converted values
+
+
+def judged(function: Callable, *arguments: Any) -> Answer:
+    """Return the verdict on a function in a fork: an exit code of 3 is wrong, of 2 a refusal."""
+    process = Running(function, arguments)
+    while not process.has_ended():
+        time.sleep(0.01)
+    ended = process.finish()
+    code, text = ended.code, ended.stdout + ended.stderr
+    if code is None:
+        return HUNG, ""
+    if "Traceback (most recent" in text or code < 0:
+        return TRACEBACK, text.strip()[-900:] + f" signal {-code}" * (code < 0)
+    if code == 2:
+        return "refused", [line for line in text.splitlines() if line.startswith("rossby:")][-1]
+    if code == 3:
+        return "wrong", "; ".join(text.splitlines()[:4])[:600]
+    return (RIGHT, "") if code == 0 else (TRACEBACK, f"exit code {code}: {text[-300:]}")
+
+
+def read_back(folder: Path, target: str = "", dtype: str = "") -> int:
+    """Print what differs between a source, or the store that it was converted to, and what was written."""
+    from datasets.archive import open_archive
+
+    path, fields = pickle.loads((folder / "case.pickle").read_bytes())
+    path, wrong = target or path, []
+    with one_line_errors():
+        archive = open_archive(path)
+        if lost := {*map(base, fields.values)} & archive.unreadable.keys():
+            raise DataError("; ".join(archive.unreadable[name] for name in lost))
+        for what, ours, theirs in (
+            ("variables", sorted(fields.values), sorted({*archive.variables} - {"ozone_mass_mixing_ratio"})),
+            ("static", sorted(fields.static), sorted(archive.static_variables)),
+            ("dates", fields.times.astype("M8[s]").tolist(), archive.times.tolist()),
+            ("grid", (len(fields.latitude), len(fields.longitude)), archive.grid.shape),
+        ):
+            wrong += [f"{what}: {theirs}, not {ours}"] if ours != theirs else []
+        turn = np.abs((archive.grid.longitude[:, None] - fields.longitude + 180) % 360 - 180)
+        columns = turn.argmin(axis=1)
+        if not wrong and max(turn.min(1).max(), np.abs(archive.grid.latitude - fields.latitude).max()) > 1e-4:
+            wrong.append(f"places: {archive.grid.latitude}, {archive.grid.longitude}")
+        for name, values in () if wrong else (fields.values | fields.static).items():
+            ours, room = values[..., columns], 1e-7 * VARIABLES[base(name)]["size"][1]
+            if name in fields.static:
+                theirs = archive.read_static(name)
+            else:
+                theirs = np.stack([archive.read(i, [name])[0] for i in range(len(fields.times))])
+            if dtype == "float16" and name in fields.values:  # rounding about the offset, as documented
+                attrs = xr.open_zarr(path, decode_cf=False, consolidated=False)[name.replace(":", "_")].attrs
+                room = room + 2.0**-11 * np.abs(ours - attrs["add_offset"]) + 2.0**-25 * attrs["scale_factor"]
+            off = np.nan_to_num(np.abs(ours - theirs) - ROUNDED * np.abs(ours) - room) > 0
+            off |= np.isnan(ours) != np.isnan(theirs)
+            if off.any():
+                at = tuple(np.argwhere(off)[0])
+                where = f"{off.sum()} of {off.size} values, the first at {at}"
+                wrong.append(f"{name}: {where}: {theirs[at]:.9g}, not {ours[at]:.9g}")
+    print("\n".join(wrong))
+    return 3 * bool(wrong)
+
+
+def convert(words: list[str], ended_by: int | None) -> int:
+    """Convert; ended_by: number of the durable write before which the process is killed."""
+    from datasets import convert as module
+    from datasets import shards
+
+    replacing, count = module.replacing, iter(range(10**6))
+
+    @contextmanager
+    def durable(path: Path) -> Iterator[Path]:
+        if next(count) == ended_by:
+            os.kill(os.getpid(), signal.SIGKILL)
+        with replacing(path) as partial:
+            yield partial
+
+    module.replacing = shards.replacing = durable
+    with one_line_errors():
+        return module.main(words)
+    return 0
+
+
+def source(seed: int, folder: Path) -> Answer:
+    """Return the verdict on one source, read, converted, and converted again after a kill."""
+    for function, arguments in ((generate_source, (seed, folder)), (read_back, (folder,))):
+        answer = judged(function, *arguments)
+        if answer[0] != RIGHT:
+            return answer
+    path, _ = pickle.loads((folder / "case.pickle").read_bytes())
+    target, dtype = str(folder / "store"), ("float16", "float32")[seed % 2]
+    words, kill = [path, target, "--dtype", dtype], int(np.random.default_rng([seed, 2]).integers(4))
+    for ended_by in (kill, None):
+        answer = judged(convert, words, ended_by)
+        if answer[0] != RIGHT and not (ended_by is not None and "signal 9" in answer[1]):
+            return answer[0], f"convert: {answer[1]}"
+    verdict, why = judged(read_back, folder, target, dtype)
+    return verdict, f"converted to {dtype}: {why}" if why else ""
+
+
+def compare_sources(options: Namespace) -> int:
+    began, counts, wrong, messages = time.monotonic(), Counter(), [], Counter()
+    seeds = [options.seed] if options.seed >= 0 else range(options.first, options.first + options.seeds)
+    for seed in seeds:
+        folder = Path(tempfile.mkdtemp(prefix=f"rossby-source-{seed}-"))
+        verdict, why = source(seed, folder)
+        counts[verdict] += 1
+        if verdict == RIGHT:
+            shutil.rmtree(folder)
+            continue
+        print(f"seed {seed}: {verdict}: {why}; kept: {folder}", flush=True)
+        if verdict == "refused":
+            messages[re.sub(r"'/tmp\S*'|[\d.:-]+", "#", why)] += 1
+        else:
+            wrong.append(f"seed {seed}: {verdict}: {why}")
+    for text, number in messages.most_common():
+        print(f"refused {number} x: {text}")
+    row = {"kind": "sources", "cases": len(seeds), "first": min(seeds), "counts": counts, "wrong": wrong}
+    record("attack", [row | {"seconds": time.monotonic() - began}])
+    print(f"\n{pd.Series(counts).to_string()}\n{time.monotonic() - began:.0f} s")
+    return int(bool(wrong))
+
+
+def main() -> int:
+    commands = {"commands": attack_commands, "sources": compare_sources}
+    of_cases = {"kind": "", "named": "", "cases": 0, "seed": -1, "jobs": 2}
+    options = parse(__doc__, commands, **of_cases, seeds=100, first=0)
+    os.environ |= environment({})  # before the server of forks starts, which takes them over
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # what starts this may have it ignored
+    multiprocessing.set_forkserver_preload([*VERBS.values(), "datasets.convert", "benchmarks.attack"])
+    return commands[options.command](options)
 
 
 if __name__ == "__main__":

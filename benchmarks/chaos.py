@@ -1,42 +1,32 @@
 """Kill programs at random times, start them again, and compare the results with undisturbed ones.
 
     .venv/bin/python benchmarks/chaos.py cycles --seeds 40 [--first 0] [--seed 7] [--folder DIR]
-    .venv/bin/python benchmarks/chaos.py interrupts [--trials 20] [--seed 0] [--folder DIR]
-    .venv/bin/python benchmarks/chaos.py convert [--trials 20] [--seed 0] [--folder DIR]
-    .venv/bin/python benchmarks/chaos.py rehearse [--configs train_configs/vit1b.toml ...]
 
-cycles: random lives of a training (benchmarks/lives.py): kills, signals, full disks, damaged checkpoints,
-other layouts and settings, second starts, between 3 and 8 starts each. Every exit code, message and file has
-to be as docs/reliability.md says, and the end that of a run which nothing disturbed: the same bits on one
-layout, within 1e-5 on changing ones. --seed: that life alone, start by start.
+Random lives of a training. A life is a function of its seed: traits that stay (averages, spikes,
+adapters), 3 to 8 starts, each of which meets with one event (kills, signals, full disks, second starts), and
+between them what a user changes or damages. Every exit code, message and file has to be as
+docs/reliability.md says, and the end that of a run of the same traits which nothing disturbed: the same bits
+on one layout, within 1e-5 on changing ones. --seed: that life alone, start by start.
 
-interrupts: Ctrl-C, a SIGINT to the process group, at random moments of the first ten seconds of a start, as
-often on one rank as on two. Exit code 130 and one line, or 75 and one line once a step was taken.
-
-convert: datasets.convert, with one worker and with two; killed and run again, a digest of all values is that
-of a conversion that was not killed.
-
-rehearse: each configuration for a cluster from start to end on a store of its true grid, variables, levels
-and chunks, with a small model; seconds and host memory of each stage. 24 GB of memory, 10 GB of disk.
+A conversion is killed by `attack.py sources`. chaos.toml has traits, layouts and options.
 """
 
 import argparse
-import hashlib
+import io
 import json
 import os
 import random
 import re
 import shutil
 import signal
-import subprocess
 import sys
 import tempfile
 import time
 import tomllib
 from collections import Counter
-from collections.abc import Callable, Iterable
-from contextlib import suppress
-from dataclasses import asdict, dataclass
+from collections.abc import Callable
+from contextlib import redirect_stdout, suppress
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -44,260 +34,446 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 import numpy as np
+import pandas as pd
+import torch
 import xarray as xr
-import zarr
-from numcodecs import Blosc
 
-from benchmarks.attack import descendants
-from benchmarks.lives import cycles
-from benchmarks.loader import DIMS, Shape, weather
-from benchmarks.results_file import ROOT, clock, parse, record, table
-from checkpoints.files import complete_steps
-from datasets.archive import open_archive
-from tests.started_jobs import Job, last_step, write_config
-from training.config_checks import load_checked
+from benchmarks.attack import contents, descendants
+from benchmarks.results_file import ROOT, parse, record
+from checkpoints.files import (
+    DAMAGED,
+    DELETING,
+    INCOMPLETE,
+    check_files,
+    complete_steps,
+    read_best,
+    read_tensors,
+    step_folder,
+    stored_tensors,
+)
+from tests.sample_archives import training_store
+from tests.started_jobs import Job, last_step, losses, records, small_dataset, small_wave, started_by
+from tests.started_jobs import write_config as write_run
 
-LISTS = tomllib.loads(Path(__file__).with_suffix(".toml").read_text())
-REHEARSED = LISTS["rehearsal"]
-
-DATES = 1600  # four shards of at most 512 dates
-WAYS = {"one worker": (), "two workers": ("--workers", "2")}
-
-
-INTERRUPTED_WITHIN = 10.0  # seconds
-
-
-def interrupts(options: argparse.Namespace) -> int:
-    """Stop runs by Ctrl-C while they start; return 1 if one says more or ends otherwise than documented."""
-    draw, rows = random.Random(max(options.seed, 0)), []
-    with tempfile.TemporaryDirectory(dir=options.folder or None) as text:
-        folder = Path(text)
-        config_file = write_config(folder)
-        for ranks in (1, 2):
-            for number in range(options.trials):
-                after, run = draw.uniform(0, INTERRUPTED_WITHIN), folder / f"run-{ranks}-{number}"
-                job = Job(config_file, run, NGPU=str(ranks))
-                time.sleep(after)
-                os.killpg(job.process.pid, signal.SIGINT)
-                code, steps = job.end(60), last_step(run)
-                log = re.compile(r"[\d:]{8}  |rank +\d+: ")
-                lines = [line for line in job.output.splitlines() if not log.match(line)]
-                right = code == (75 if steps else 130) and len(lines) == 1 and lines[0].startswith("rossby: ")
-                rows.append({"ranks": ranks, "after_s": after, "code": code, "steps": steps, "right": right})
-                if not right:
-                    print(f"WRONG: {rows[-1]}\n{job.output}", flush=True)
-    record("interrupts", rows)
-    for ranks in (1, 2):
-        of_ranks = [row for row in rows if row["ranks"] == ranks]
-        codes = Counter(row["code"] for row in of_ranks if row["right"])
-        print(f"{ranks} rank(s): {sum(codes.values())} of {len(of_ranks)} right, by exit code {dict(codes)}")
-    return int(not all(row["right"] for row in rows))
-
-
-def kill_conversions(options: argparse.Namespace) -> int:
-    os.environ["OMP_NUM_THREADS"] = "1"
-    draw, rows, wanted, seconds = random.Random(max(options.seed, 0)), [], {}, {}
-    with tempfile.TemporaryDirectory(dir=options.folder or None) as text:
-        folder = Path(text)
-        write_source(folder)
-        for way in WAYS:
-            target = fresh(folder)
-            seconds[way] = clock(partial(convert, folder / "all.nc", target, WAYS[way]))
-            wanted[way] = digest(folder / "target.zarr")
-        for number in range(options.trials):
-            way = [*WAYS][number % len(WAYS)]
-            target, after = fresh(folder), draw.uniform(0.1, 1.0) * seconds[way]
-            process = start_conversion(folder / "all.nc", target, WAYS[way])
-            time.sleep(after)
-            process.kill()
-            done = len(list(target.glob("conversion/[0-9a-f]*.json")))
-            left = "ended before" if process.wait() == 0 else f"{done} parts done"
-            convert(folder / "all.nc", target, WAYS[way])
-            row = {"way": way, "killed_after_s": after, "left": left}
-            rows.append(row | {"same_values": digest(target) == wanted[way]})
-    record("convert_killed", rows, ("zarr", "numcodecs", "dask"))
-    print(table(rows, way="<14", killed_after_s=">15.2f", left=">16", same_values=">12"))
-    same, one = sum(row["same_values"] for row in rows), wanted["one worker"] == wanted["two workers"]
-    print(f"{same} of {len(rows)} ended with equal values; two workers as one: {'yes' if one else 'NO'}")
-    return 0 if same == len(rows) and one else 1
-
-
-def write_source(folder: Path) -> None:
-    coords: dict[str, Any] = {"variable": ["t2m", "msl", "u10", "v10"]}
-    coords["time"] = np.datetime64("2000-01-01", "ns") + np.arange(DATES) * np.timedelta64(6, "h")
-    coords |= {"latitude": np.linspace(87.1875, -87.1875, 32), "longitude": np.arange(64) * 5.625}
-    values = np.random.default_rng(0).normal(280, 9, (4, DATES, 32, 64)).astype("f4")
-    ds = xr.DataArray(values, coords, [*coords]).to_dataset("variable")
-    ds.to_netcdf(folder / "all.nc", engine="h5netcdf")
-
-
-def start_conversion(source: Path, target: Path, options: tuple[str, ...]) -> subprocess.Popen:
-    command = [sys.executable, "-m", "datasets.convert", str(source), str(target), *options]
-    return subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL, start_new_session=True)
-
-
-def convert(source: Path, target: Path, options: tuple[str, ...]) -> None:
-    assert start_conversion(source, target, options).wait() == 0
-
-
-def fresh(folder: Path) -> Path:
-    target = folder / "target.zarr"
-    shutil.rmtree(target, ignore_errors=True)
-    return target
-
-
-def digest(path: Path) -> str:
-    archive, found = open_archive(str(path)), hashlib.sha256()
-    found.update(archive.times.tobytes())
-    for name in archive.variables:
-        found.update(archive.read_block(0, len(archive.times), [name]).tobytes())
-    return found.hexdigest()
-
-
-RANKS, RESUMED_ON, KILLED_AFTER = 4, 2, 3
-TRAIN_DATES = 44  # persistence is fitted to pairs of them, too, as far apart as the longest lead
+LIVES = tomllib.loads(Path(__file__).with_suffix(".toml").read_text())["lives"]
+TRAITS, LAYOUTS = LIVES["traits"], LIVES["layouts"]
+STEPS, INTERVAL, LIMIT = 60, 5, 90.0  # of the longest run; steps between saves; seconds of a start
+WIND, DATES, LOG = "10m_u_component_of_wind", 80, r"/metrics\.jsonl$"
+SIGTERM, SIGUSR1, SIGINT, SIGHUP, SIGKILL = (int(getattr(signal, name)) for name in LIVES["signals"])
+# What no line of a run may be, whatever it meets with.
+UNWANTED = re.compile(
+    r"Traceback|terminate called|Exception ignored|^\w*(Error|Warning)\b|frame #|leaked|^\[rank\d+\]:(?!W)",
+    re.MULTILINE,
+)
+# Imported by every process of a run: calls that are slow, a disk that is full or does not answer, for paths
+# that match; slow validations.
+INJECTED = """
+import builtins, errno, importlib.util, io, json, os, re, sys, time
+PLAN = json.loads(os.environ.get("ROSSBY_INJECTED", "{}"))
+synced, opened = os.fsync, io.open
+def meet(path, slow="slow", fails="full", code=errno.ENOSPC):
+    for pattern, seconds in PLAN.get(slow, ()):
+        time.sleep(seconds if re.search(pattern, path) else 0)
+    for number in range(PLAN.get("times", 0) if re.search(PLAN.get(fails, "^$"), path) else 0):
+        try:
+            os.close(os.open(f"{PLAN['marks']}-{number}", os.O_CREAT | os.O_EXCL))
+        except FileExistsError:
+            continue
+        raise OSError(code, os.strerror(code), path)
+def fsync(file):
+    meet(os.readlink(f"/proc/self/fd/{file if isinstance(file, int) else file.fileno()}"))
+    synced(file)
+def open(path, mode="r", *more, **options):
+    if isinstance(path, (str, os.PathLike)):
+        reads = () if mode[0] in "wax" else ("slow reads", "stale", errno.ESTALE)
+        meet(os.fspath(path), *reads)
+    return opened(path, mode, *more, **options)
+def skip(module):
+    module.MOST_SKIPPED = PLAN["skipped"]
+def delay(module):
+    plain = module.date_statistics
+    def date_statistics(*arguments):
+        opened(f"{PLAN['marks']}-validation", "a").close()
+        time.sleep(PLAN["validation"])
+        return plain(*arguments)
+    module.date_statistics = date_statistics
+CHANGES = {"training.bad_steps": ("skipped", skip), "verification.validation": ("validation", delay)}
+class Finder:
+    def find_spec(self, name, path=None, target=None):
+        key, change = CHANGES.pop(name, ("", None))
+        if key in PLAN:
+            spec = importlib.util.find_spec(name)
+            execute = spec.loader.exec_module
+            spec.loader.exec_module = lambda module: execute(module) or change(module)
+            return spec
+if PLAN:
+    os.fsync, io.open, builtins.open = fsync, open, open
+    sys.meta_path.insert(0, Finder())
+"""
 
 
 @dataclass
-class Stage:
-    """Time of one command, and the host memory of its processes in GB."""
+class Event:
+    """Events of one start: allowed exit codes, injected faults, signals and changes."""
 
-    stage: str
-    seconds: float = 0.0
-    host: float = 0.0
-    code: int | str | None = 0
-
-
-def private_bytes(pid: int) -> int:
-    with suppress(OSError):
-        return 1024 * sum(map(int, re.findall(r"RssAnon:\s+(\d+)", Path(f"/proc/{pid}/status").read_text())))
-    return 0
+    codes: tuple[int, ...] = (0,)
+    plan: dict[str, Any] = field(default_factory=dict)
+    strike: dict[str, Any] = field(default_factory=dict)  # keywords of `strike`
+    environment: dict[str, str] = field(default_factory=dict)
+    act: Callable[[Job], object] | None = None
 
 
-def run_stage(
-    name: str, command: list[str], ranks: int = 0, dies_when: Callable[[], bool] | None = None
-) -> Stage:
-    """Run one stage. dies_when(): True when its processes should be killed, which then counts as success."""
-    stage, log, started, killed = Stage(name), tempfile.TemporaryFile("w+"), time.monotonic(), False
-    own = {"NGPU": str(ranks), "ROSSBY_PYTHON": sys.executable, "OMP_NUM_THREADS": "1"} if ranks else {}
-    process = subprocess.Popen(command, cwd=ROOT, env=os.environ | own, stdout=log, stderr=subprocess.STDOUT)
-    while process.poll() is None:
-        processes = [process.pid, *descendants(process.pid)]
-        stage.host = max(stage.host, sum(map(private_bytes, processes)) / 1e9)
-        if dies_when and dies_when():
-            killed = True
-            for pid in processes:
-                with suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGKILL)
-            process.wait()
+def start_job(
+    scratch: Path, where: Path, trait: str, layout: str, plan: Any, *words: str, **more: str
+) -> Job:
+    """Start a run of a trait on a layout in where/run. scratch: of all references and lives."""
+    (ranks, *degrees), about = LAYOUTS[layout], TRAITS[trait]
+    if "base" in about:
+        base = step_folder(reference(scratch, about["base"], "1 rank") / "checkpoints", STEPS)
+        degrees.append(f"--checkpoint.initial_load_path={base}")
+    more = {"NGPU": str(ranks), "PYTHONPATH": str(scratch)} | more
+    more["ROSSBY_INJECTED"] = json.dumps(plan | about.get("plan", {}))
+    options = (*LIVES["options"], *about["options"], *degrees, *words)
+    return Job(where / "tiny.toml", where / "run", *options, **more)
+
+
+def reference(scratch: Path, trait: str, layout: str) -> Path:
+    """Return the folder of a run that nothing disturbs."""
+    folder = scratch / f"{trait}, {layout}"
+    if not (folder / "done").exists():
+        copy_data(scratch, folder)
+        job = start_job(scratch, folder, trait, layout, {}, "--checkpoint.keep_latest_k=0")
+        assert job.end(300) == 0, job.output
+        (folder / "done").touch()
+    return folder / "run"
+
+
+def convert(folder: Path) -> None:
+    with redirect_stdout(io.StringIO()):
+        training_store(str(folder / "wb.zarr"), folder / "store.zarr")
+
+
+def copy_data(scratch: Path, folder: Path) -> None:
+    """Make a new folder with data and configuration of its own."""
+    shutil.rmtree(folder, ignore_errors=True)
+    shutil.copytree(scratch / "wb.zarr", folder / "wb.zarr")
+    convert(folder)
+    text = (scratch / "tiny.toml").read_text()
+    (folder / "tiny.toml").write_text(text.replace(str(scratch), str(folder)))
+
+
+def wait_for(job: Job, step: int = 0, text: str = "", folder: str = "") -> bool:
+    """Wait until the run has logged a step, or a text, or has a folder; False if it has ended."""
+    path, end = job.folder / "metrics.jsonl", time.monotonic() + LIMIT
+    while job.process.poll() is None and time.monotonic() < end:
+        begun = path.exists() and path.stat().st_mtime > job.started and last_step(job.folder) >= step
+        if (not step or begun) and text in job.output and (job.folder / folder).exists():
+            return True
+        time.sleep(0.004)
+    return False
+
+
+def strike(job: Job, number: int, target: Any, late: float = 0.0, again: float = -1, **when: Any) -> None:
+    """Send a signal to the launcher, to a terminal's group, to all ranks, or to one; perhaps again."""
+    if not wait_for(job, **when):
+        return
+    for seconds in (late, again) if again >= 0 else (late,):
+        time.sleep(seconds)
+        with suppress(OSError):
+            ranks = job.ranks() or {0: job.process.pid}
+            pids = {"launcher": [job.process.pid], "ranks": [*ranks.values()], "group": [-job.process.pid]}
+            pids["all"] = [job.process.pid, *ranks.values()]
+            for pid in pids.get(target) or [ranks.get(target, job.process.pid)]:
+                os.kill(pid, number)
+
+
+class Life:
+    def __init__(self, seed: int, scratch: Path, most: int, kinds: Counter[str]) -> None:
+        self.seed, self.scratch, self.kinds, self.number = seed, scratch, kinds, 0
+        self.rng, self.folder = random.Random(seed), scratch / f"life-{seed}"
+        self.trait = self.rng.choice([*TRAITS])
+        self.about = TRAITS[self.trait]
+        self.layouts = self.about.get("layouts", [*LAYOUTS])
+        self.layout = self.first_layout = self.rng.choice(self.layouts)
+        self.run, self.checkpoints = self.folder / "run", self.folder / "run/checkpoints"
+        self.steps = STEPS if self.about.get("staged") else self.rng.choice((40, 50, STEPS))
+        self.events = min(self.rng.randint(3, 6), self.rng.randint(3, 8), most)
+        self.options = {"checkpoint.keep_latest_k": self.rng.choice(self.about.get("keep", ["0", "2", "3"]))}
+        self.exact, self.full, self.limit = True, False, 0.0  # the same layout so far; a disk was full
+        self.problems: list[str] = []
+
+    def expect(self, condition: object, text: str) -> None:
+        if not condition:
+            self.problems.append(f"seed {self.seed}, event {self.number}, {self.event}: {text}")
+            print(f"WRONG: {self.problems[-1]}\n  {self.run}", flush=True)
+
+    # -- events
+
+    def go_back(self, step: int) -> None:
+        for later in complete_steps(self.checkpoints):
+            if later > step:
+                shutil.rmtree(step_folder(self.checkpoints, later))
+
+    def draw(self, kind: str) -> Event:
+        rng, (ranks, *_), last = self.rng, LAYOUTS[self.layout], f"step-{self.steps:08d}{INCOMPLETE}"
+        # A step in what is left, after going back by hand where nothing is.
+        done, early = complete_steps(self.checkpoints), rng.randrange(INTERVAL, self.steps - 15)
+        if done and self.steps - done[-1] < 15:
+            if done[0] <= early:
+                self.go_back(max(step for step in done if step <= early))
+            else:
+                shutil.rmtree(self.run)
+        newest = max(complete_steps(self.checkpoints), default=0)
+        step = min(newest + rng.randrange(3, 25), self.steps - 3)
+        number, late = rng.choice((SIGTERM, SIGUSR1, SIGINT)), rng.uniform(0, 0.8)
+        stop = {"number": number, "target": rng.choice(["launcher", "ranks", "group", *range(ranks)])}
+        again, restarts = rng.choice((0, 0.02, 0.1, 0.4)), rng.choice((0, 1)) if ranks > 1 else 1
+        save = f"step-{-(-step // INTERVAL) * INTERVAL:08d}{INCOMPLETE}/"
+        files = [LOG, rf"{save}.*distcp", rf"{save}.*config\.toml", r"\.status\.json"]
+        left = rng.uniform(67, 69) if ranks == 1 else rng.uniform(70, 73)  # seconds, of which 60 are a margin
+        started = str(int(time.time() + left - 3600))
+        slow, begun, kill = {"slow": [[LOG, 0.03]]}, {"step": step}, {"number": SIGKILL, "target": "all"}
+        stopped, launcher = (75, 0), {"target": "launcher"}
+        in_save = {"folder": f"checkpoints/{last}"}
+        validates = {"folder": f"{self.folder}/full-{self.number}-validation"}
+        read = r"step-\d+/(.*distcp|manifest\.json)$"
+        retried = {"full": rf"{last}/.*distcp", "times": ranks * rng.randint(1, 2)}
+        events = {
+            "plain": Event(),
+            "killed": Event((-9, 0), slow, kill | begun),
+            "killed early": Event((-9, 0), slow, kill | {"late": 10 * late}),
+            "signal": Event(stopped, slow, stop | begun),
+            "hang-up": Event(stopped, slow, stop | begun | {"number": SIGHUP}),
+            "Ctrl-C twice": Event((130, 75, 0), slow, {"number": SIGINT, "again": again} | begun | launcher),
+            "signal early": Event((*stopped, 130), slow, stop | launcher | {"late": 11 * late}),
+            "signal in last save": Event(stopped, {"slow": [[last, 0.4]]}, stop | in_save),
+            "disk full at last save": Event(plan=retried),
+            "signal in validation": Event(stopped, {"validation": 0.2}, stop | {"late": late} | validates),
+            "stale reads": Event((0, 1), {"stale": read, "times": ranks * rng.randint(1, 3)}),
+            "slow load": Event(plan={"slow reads": [["distcp$", 4.0]]}),
+            "short of time": Event(stopped, slow, {}, {"ROSSBY_STARTED": started}),
+            "rank killed": Event((0, 1 - restarts), slow, stop | begun | {"number": SIGKILL}),
+            "disk full": Event(plan={"full": rng.choice(files), "times": rng.choice((1, 1, 8))}),
+            "second start": Event(plan=slow, act=partial(self.start_second, step)),
+            "reader": Event(plan={"slow": [[LOG, 0.2]]}, act=self.read_meanwhile),
+        }
+        event = events[kind]
+        if kind == "disk full at last save" and rng.random() < 0.6:
+            event.strike, event.codes = stop | {"text": "is tried again in", "late": late}, (75, 0)
+        if kind == "rank killed":
+            event.environment["MAX_RESTARTS"], event.strike["target"] = str(restarts), rng.randrange(ranks)
+        self.full = self.full or "full" in event.plan
+        return event
+
+    def start_second(self, step: int, job: Job) -> None:
+        if not wait_for(job, step):
+            return
+        stopped = [job.process.pid, *descendants(job.process.pid)]
+        for pid in stopped:
+            os.kill(pid, signal.SIGSTOP)
         time.sleep(0.2)
-    stage.seconds, stage.code = time.monotonic() - started, 0 if killed else process.returncode
-    if dies_when and not killed:
-        stage.code = stage.code or "not killed"
-    if stage.code:
-        log.seek(0)
-        print(f"{name}: {' '.join(command)}\n{log.read()[-3000:]}", file=sys.stderr)
-    return stage
+        before, second = contents(self.run, ("log-",)), self.start(self.rng.choice(self.layouts), Event())
+        code, after = second.end(LIMIT), contents(self.run, ("log-",))
+        for pid in stopped:
+            os.kill(pid, signal.SIGCONT)
+        lines = re.findall("^rossby: .*", second.output, re.MULTILINE)
+        right = code == 1 and len(lines) == 1 and "another run writes there" in lines[0]
+        self.expect(right, f"a second start ends with {code}: {second.output[-600:]}")
+        self.expect(before == after, f"a second start changes {before.keys() ^ after.keys()} or their bytes")
+
+    def read_meanwhile(self, job: Job) -> None:
+        begun = wait_for(job, max(complete_steps(self.checkpoints), default=0) + INTERVAL + 1)
+        if not begun or not complete_steps(self.checkpoints):  # the first save may take its time
+            return
+        other, run, program = self.folder / f"reader-{self.number}", self.run, "forecast.py"
+        words = [f"--forecast.path={other}/forecast.zarr", "--forecast.num_steps=2"]
+        if self.rng.random() < 0.5 and "base" not in self.about:
+            run, program = other, "train.py"
+            words = ["--training.steps=3", f"--checkpoint.initial_load_path={self.run}"]
+        how: Any = {"command": started_by(program), "PYTHONPATH": str(ROOT)}
+        reader = Job(self.folder / "tiny.toml", run, *LIVES["options"], *self.about["options"], *words, **how)
+        right = reader.end(LIMIT) in (0, program == "forecast.py") and not UNWANTED.search(reader.output)
+        self.expect(right, f"{program} meanwhile: {reader.process.returncode}, {reader.output[-1500:]}")
+
+    # -- what is done between two starts
+
+    def change(self) -> str:
+        """Change or damage something; return what."""
+        done, rng = complete_steps(self.checkpoints), self.rng
+        kind = rng.choice(LIVES["between"])
+        if kind in ("cut", "remove", "rename", "back"):
+            if len(done) < 2:
+                return ""
+            newest = step_folder(self.checkpoints, done[-1])
+            path, suffix = rng.choice(sorted(newest.iterdir())), rng.choice((INCOMPLETE, DAMAGED, DELETING))
+            if kind == "cut":
+                os.truncate(path, path.stat().st_size // 2)
+            elif kind == "remove":
+                path.unlink()
+            elif kind == "back":
+                self.go_back(rng.choice(done[:-1]))
+            elif not newest.with_name(newest.name + suffix).exists():
+                newest.rename(newest.with_name(newest.name + suffix))
+            return f"{kind} {newest.name} {path.name} {suffix}"
+        if kind == "layout":
+            self.layout = rng.choice(self.layouts)
+        elif kind == "steps":
+            self.steps = min(self.steps + 10, STEPS)
+        elif kind == "dates":
+            number = xr.open_zarr(self.folder / "wb.zarr").sizes["time"]
+            ds = small_dataset({WIND: small_wave(number + 4)}).isel(time=slice(number, None))
+            ds = ds.assign_coords(latitude=ds.latitude.astype("f4"))
+            ds.to_zarr(self.folder / "wb.zarr", append_dim="time")
+            convert(self.folder)
+        elif kind:
+            key = "training.local_batch_size" if kind == "batch" else rng.choice([*LIVES["changes"]])
+            self.options[key] = rng.choice(LIVES["changes"].get(key, ["1", "2"]))
+            kind = f"{key} = {self.options[key]}"
+        self.exact = self.exact and "batch" not in kind and self.layout == self.first_layout
+        self.limit = 0.0 if self.exact else self.about.get("tolerance", 1e-5)
+        return kind
+
+    # -- a start, and what has to be true after it
+
+    def start(self, layout: str, event: Event) -> Job:
+        self.kinds["starts"] += 1
+        more = [f"--{key}={value}" for key, value in self.options.items()]
+        more += [f"--training.steps={self.steps}"]
+        plan = event.plan | {"marks": f"{self.folder}/full-{self.number}"}
+        where = self.scratch, self.folder, self.trait, layout
+        return start_job(*where, plan, *more, **event.environment)
+
+    def sound(self) -> list[int]:
+        """Return the steps of the checkpoints that have the bytes of their manifests."""
+        sound = []
+        for step in complete_steps(self.checkpoints):
+            with suppress(ValueError):
+                check_files(step_folder(self.checkpoints, step))
+                sound.append(step)
+        return sound
+
+    def live(self, kind: str) -> None:
+        """One start with an event."""
+        self.number, self.event = self.number + 1, kind
+        changed, event = self.change() if self.number > 1 else "", self.draw(kind)
+        about = f"{event.strike or event.plan} {event.environment or ''}"
+        self.event = f"{kind} {about}; changed: {changed}; {self.trait}, {self.layout}, {self.steps} steps"
+        self.kinds[kind] += 1
+        before, status = self.sound(), self.run / "status.json"
+        unsound = len(complete_steps(self.checkpoints)) - len(before)
+        unsound += len([*self.checkpoints.glob(f"*{DAMAGED}*")])
+        job = self.start(self.layout, event)
+        (event.act or partial(strike, **event.strike) if event.act or event.strike else id)(job)
+        code, output, done = job.end(LIMIT), job.output, complete_steps(self.checkpoints)
+        print(f"  {self.number} {self.event}: {code}, step {last_step(self.run)}", flush=True)
+        self.expect(code in event.codes, f"ends with {code}: {output[-1500:]}")
+        bad, messages = UNWANTED.search(output), re.findall("^rossby: .*", output, re.MULTILINE)
+        self.expect(not bad, f"prints {output[max(bad.start() - 300, 0) : bad.end() + 1500] if bad else ''}")
+        many = 1 + ("MAX_RESTARTS" in event.environment) + ("status" in event.plan.get("full", ""))
+        self.expect(len(messages) <= many, f"{len(messages)} messages: {messages}")
+        set_aside = len([*self.checkpoints.glob(f"*{DAMAGED}*")])
+        self.expect(set_aside <= unsound, f"{set_aside} checkpoints are set aside, {unsound} are damaged")
+        begun = re.search(r"; from step (\d+) to", output)
+        right = not begun or int(begun[1]) == max(before, default=0)
+        self.expect(right, f"begins from step {begun and begun[1]}, not from the last of {before}")
+        written = status.exists() and status.stat().st_mtime > job.started and code in (0, 1, 75)
+        recorded = json.loads(status.read_text())["exit_code"] if written else code
+        right = (written or code) and recorded == code or "status" in event.plan.get("full", "")
+        self.expect(right, f"ends with {code}, status.json has {recorded}")
+        # What is promised to be saved is there, and no more is lost than two intervals.
+        last, newest, sound = last_step(self.run), max(done, default=0), self.sound()
+        if promise := re.search(r"the checkpoint of step (\d+) is complete|everything is saved", output):
+            step = int(promise[1] or last)
+            self.expect(step in sound, f"says {promise[0]!r} after step {last}; checkpoints: {done}")
+        elif code == 75 and begun and "nothing to save" not in output:
+            self.expect(newest == last, f"75 with checkpoints {done} after step {last}: {output[-500:]}")
+        self.expect(code or newest == self.steps, f"0 with checkpoints {done}: {output[-500:]}")
+        most = (3 if self.full else 2) * INTERVAL
+        self.expect(not begun or last - newest <= most, f"{last - newest} steps are lost")
+        self.expect(not begun or done == sound, f"of the checkpoints {done} only {sound} are sound")
+        # Every step has one line, and the loss of the run that nothing disturbed. Until a run has gone back
+        # it has losses that this one has no more.
+        lines, own = records(self.run), losses(self.run)
+        expected = losses(reference(self.scratch, self.trait, self.first_layout))
+        for key in ("loss", "val/loss"):
+            steps = [line["step"] for line in lines if key in line]
+            right = sorted({*steps}) if key != "loss" else [*range(1, len(steps) + 1)]
+            self.expect(steps == right, f"metrics.jsonl has {key} of steps {steps}")
+        known = own if code == 0 or "keep" not in self.about else {}
+        off = [s for s, loss in known.items() if not abs(loss - expected[s]) <= self.limit * abs(expected[s])]
+        self.expect(not off, f"{len(off)} losses differ: {[(s, own[s], expected[s]) for s in off[:2]]}")
+        self.expect(code or len(own) == self.steps, f"metrics.jsonl has {len(own)} steps")
+        if code == 0 and (self.run / "best").exists() and not self.full:
+            scores = {r["step"]: v for r in lines for k, v in r.items() if k.startswith(f"val/rmse/{WIND}")}
+            least, best = min(scores, key=scores.__getitem__), read_best(self.run).get("step")
+            self.expect(best == least and best in sound, f"best.json has step {best}; scores: {scores}")
+        if code == 0 or "is complete" in " ".join(messages):
+            files = [path.name for path in [*self.run.glob("*/*"), *self.run.iterdir()]]
+            left = [name for name in files if name.endswith((INCOMPLETE, DELETING)) or ".new" in name]
+            self.expect(not left, f"ends with {code} and leaves {left}")
+        end, mark, left = time.monotonic() + 10, f'"{self.folder}/full'.encode(), [Path()]
+        while left and time.monotonic() < end:
+            left = []
+            for path in Path("/proc").glob("[0-9]*/environ"):
+                with suppress(OSError):
+                    left += [path] * (mark in path.read_bytes())
+        self.expect(not left, "processes are left 10 s after the end")
+
+    def run_all(self) -> None:
+        copy_data(self.scratch, self.folder)
+        for _ in range(self.events - 1):
+            self.live(self.rng.choice(self.about.get("events", LIVES["events"])))
+        self.live("plain")
+        if self.problems and self.steps not in self.sound():
+            return
+        # The final tensors, and the reference's of that step.
+        tensors = []
+        for run in (self.run, reference(self.scratch, self.trait, self.first_layout)):
+            folder = step_folder(run / "checkpoints", self.steps)
+            about = {n: e for n, e in stored_tensors(folder).items() if self.exact or n.startswith("model.")}
+            tensors.append({n: torch.empty(e.size, dtype=e.properties.dtype) for n, e in about.items()})
+            read_tensors(folder, tensors[-1])
+        off, same_names = [], tensors[0].keys() == tensors[1].keys()
+        for name, other in tensors[1].items() if same_names else ():
+            # The norm of the difference relative to the reference's; not-a-number counts as 0.
+            a, b = tensors[0][name].double().nan_to_num(), other.double().nan_to_num()
+            error = ((a - b).norm() / b.norm().clamp(min=1e-3)).item()
+            off += [] if error <= self.limit else [name]
+        text = f"of {len(tensors[1])} final tensors {len(off)} differ: {off[:3]}"
+        self.expect(same_names and not off, text)
 
 
-WRITTEN = 8  # dates of a large archive, which has links to them
-
-
-def write_tiled(path: Path, variables: Iterable[str], levels: list[int], grid: Any, hours: list[int]) -> None:
-    """Write analyses in WeatherBench2's layout at these hours after 2000-01-01, all levels in a chunk.
-
-    721 rows have the poles, 1,024 have none; from north to south.
-    """
-    root, half = zarr.open_group(str(path), mode="w", zarr_format=2), 0 if grid[0] % 2 else 90 / grid[0]
-    latitude, dates = np.linspace(90 - half, half - 90, grid[0]), len(hours)
-    for number, name in enumerate(variables):
-        # As in WeatherBench2: surface variables have their height in their names, or none.
-        surface = name.startswith(("2m_", "10m_", "mean_sea", "total_", "surface_"))
-        factors = np.ones(()) if surface else 1 + 0.01 * np.arange(len(levels))  # equal levels would compress
-        dims, shape = ["time", *(() if surface else ("level",)), *DIMS[1:]], (*factors.shape, *grid)
-        attributes: dict[str, Any] = {"_ARRAY_DIMENSIONS": dims}
-        mean, deviation = LISTS["scales"].get(name, (3.0, 8.0))
-        about: dict[str, Any] = {"shape": (dates, *shape), "chunks": (1, *shape), "dtype": "f4"}
-        compressor = Blosc("lz4", clevel=5, shuffle=Blosc.SHUFFLE)
-        root.create_array(name, compressors=[compressor], attributes=attributes, **about)
-        array: Any = root[name]
-        for date in range(min(WRITTEN, dates)):
-            # South differs from north: a field that is upside down would be seen.
-            field = 2 * np.linspace(0, 1, grid[0])[:, None]
-            field = mean + deviation * (field + 0.3 * weather(Shape("", 1, grid, "f4", 1), date, number))
-            array[date] = field * factors[..., None, None]
-        rest = ".0" * (len(shape))
-        for date in range(WRITTEN, dates):
-            (path / name / f"{date}{rest}").symlink_to(path / name / f"{date % WRITTEN}{rest}")
-    axes = {"time": np.array(hours), "level": np.array(levels), "latitude": latitude}
-    for name, numbers in (axes | {"longitude": np.arange(grid[1]) * 360 / grid[1]}).items():
-        units: Any = {"units": "hours since 2000-01-01"} if name == "time" else {}
-        root.create_array(name, data=numbers, attributes={"_ARRAY_DIMENSIONS": [name], **units})
-
-
-def rehearse_one(name: str, folder: Path) -> list[Stage]:
-    config = load_checked(["--job.config_file", str(ROOT / name)])
-    store, outputs, started, data = folder / "era5.zarr", folder / "run", time.monotonic(), config.data
-    # Hours after 2000: dates to train on, a start, the truth at every lead of it.
-    step, start = data.step_hours, data.step_hours * TRAIN_DATES
-    hours = [*range(0, start, step), start, *(start + lead for lead in sorted(config.validation.lead_hours))]
-    write_tiled(store, data.variables, list(data.levels), data.grid_shape, hours)
-    date = lambda hour: str(np.datetime64("2000-01-01T00") + np.timedelta64(hour, "h"))  # noqa: E731
-    periods = {
-        "data.train": (0, start - step),
-        "data.validation": (start, hours[-1]),
-        "forecast.": (start, start),
-    }
-    keys = ["--job.config_file", name, "--job.dump_folder", str(outputs), "--data.path", str(store)]
-    keys += [*REHEARSED["options"], *REHEARSED[config.model.name]]
-    for name_of, ends in periods.items():
-        keys.append(f"--{name_of}_period={json.dumps([*map(date, ends)])}".replace("._", "."))
-    unet, python, train = config.model.name == "unet", [sys.executable], ["./run_train.sh", *keys]
-    tile = lambda n: ["--parallelism.context_parallel_degree", str(n)] if unet else []  # noqa: E731
-    # Closed forms are the ViT's; of a U-Net there is the dry run.
-    dry = ["--dry_run", "--world_size", str(RANKS), *tile(RANKS)]
-    plan = dry if unet else ["--cluster", f"cpu{RANKS}", "--json"]
-
-    def saved_and_on() -> bool:
-        return bool(complete_steps(outputs / "checkpoints")) and last_step(outputs) >= KILLED_AFTER
-
-    begin, resume = f"statistics, training on {RANKS}, killed", f"resume on {RESUMED_ON}, validation"
-    return [
-        Stage("store written", time.monotonic() - started),
-        run_stage("description of the data", [*python, "-m", "datasets.describe", str(store)]),
-        run_stage("plan", [*python, "plan.py", *keys, *plan]),
-        run_stage(begin, [*train, *tile(RANKS)], RANKS, saved_and_on),
-        run_stage(resume, [*train, *tile(RESUMED_ON)], RESUMED_ON),
-        run_stage("forecast", [*python, "forecast.py", *keys, "--validation.local_batch_size", "1"]),
-        run_stage("evaluation with plots", [*python, "evaluate.py", *keys]),
-        run_stage("trace read", [*python, "-m", "traces.inspect_trace", str(outputs)]),
-    ]
-
-
-def rehearse(options: argparse.Namespace) -> int:
-    tables, failed = [], False
-    for name in options.configs:
-        with tempfile.TemporaryDirectory(prefix="rehearsal-") as text:
-            stages = rehearse_one(name, Path(text))
-        most = max(stage.host for stage in stages)
-        stages.append(Stage("in all", sum(stage.seconds for stage in stages), most))
-        rows = [{"config": name} | asdict(stage) for stage in stages]
-        record("rehearsal", rows)
-        tables.append(table(rows, config="<36", stage="<38", seconds=">9.0f", host=">7.2f", code=">12"))
-        failed = failed or any(stage.code for stage in stages)
-    print("\n\n".join(tables))
-    return int(failed)
-
-
-def main() -> int:
-    # A shell ignores it for what it runs in the background.
-    signal.signal(signal.SIGINT, signal.default_int_handler)
-    commands = {"cycles": cycles, "interrupts": interrupts, "convert": kill_conversions, "rehearse": rehearse}
-    lives = {"seeds": 40, "first": 0, "events": 8}
-    configs = tuple(REHEARSED["configs"])
-    options = parse(__doc__, commands, trials=20, seed=-1, folder="", configs=configs, **lives)
-    return commands[options.command](options)
+def cycles(options: argparse.Namespace) -> int:
+    folder = Path(options.folder or tempfile.mkdtemp(prefix="rossby-lives-")).absolute()
+    folder.mkdir(parents=True, exist_ok=True)
+    if not (folder / "tiny.toml").exists():
+        # Waves, with some dates that are spikes of the loss, and the module that is injected.
+        u = small_wave(DATES)
+        u[[30, 31, 62]] += 60 * np.random.default_rng(0).normal(size=u[:3].shape)
+        write_run(folder, small_dataset({WIND: u}), **LIVES["run"])
+        (folder / "sitecustomize.py").write_text(INJECTED)
+    seeds = [options.seed] if options.seed >= 0 else range(options.first, options.first + options.seeds)
+    kinds, problems, began, wrong = Counter[str](), [], time.monotonic(), 0
+    for seed in seeds:
+        life, started = Life(seed, folder, options.events, kinds), time.monotonic()
+        print(f"life {seed}: {life.trait}, {life.layout}, {life.events} starts", flush=True)
+        try:
+            life.run_all()
+        except (AssertionError, OSError, ValueError, KeyError) as error:
+            life.expect(False, f"the life ends with {type(error).__name__}: {error}")
+        problems, wrong = problems + life.problems, wrong + bool(life.problems)
+        if not life.problems:
+            shutil.rmtree(life.folder)
+        print(f"life {seed}: {len(life.problems)} wrong, {time.monotonic() - started:.0f} s", flush=True)
+    row = {"lives": len(seeds), "first": seeds[0], **kinds, "wrong": wrong}
+    row |= {"hangs": sum("still running after" in text for text in problems)}
+    row |= {"tracebacks": sum("Traceback" in text for text in problems), "seconds": time.monotonic() - began}
+    record("chaos", [row | {"problems": problems}])
+    print(pd.Series(row).to_string(float_format="%.0f"))
+    return int(bool(problems))
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    # A shell ignores it for what it runs in the background.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    sys.exit(cycles(parse(__doc__, ["cycles"], seeds=40, first=0, events=8, folder="", seed=-1)))

@@ -15,6 +15,7 @@ import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,9 +25,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed import TCPStore  # type: ignore[reportPrivateImportUsage]
 
-from benchmarks.gpu import TINY, Case, Session, Sizes, training_of
+from benchmarks import results_file
+from benchmarks.gpu import TINY, Case, Sizes, describe_error, median_seconds, training_of
 from benchmarks.results_file import RESULTS, ROOT, parse, read_lines, record
-from benchmarks.results_file import table as results_table
 from command_line import text_table
 from config import Parallelism
 from errors import ConfigError, end_process, one_line_errors
@@ -37,7 +38,6 @@ from parallelisms.mesh import build_mesh, from_first_rank, start_ranks
 from planning.clusters import Cluster, load_cluster, machine_known_as
 from planning.network import route, seconds
 from planning.search import Plan, best_layouts, plan
-from planning.workload import Workload
 from tests.parity import TABLE, Layout, Outcome, reference_of, three_steps
 
 WAIT = timedelta(hours=1)  # of ranks that have no part in a size
@@ -56,23 +56,19 @@ class Run:
     path: Path
     end: float
     run: str
-
-    @property
-    def sizes(self) -> Sizes:
-        return TINY if self.options.rehearse else Sizes()
-
-    def clock(self, work: Callable[[], Any], warm_up: int, number: int) -> float:
-        return Session("cluster", None, "", 60.0, self.options.rehearse).seconds(work, warm_up, number)
+    cluster: Cluster
+    sizes: Sizes
 
     def is_time(self, share: float) -> bool:
         return from_first_rank(lambda: self.end - time.monotonic() > share * 60 * self.options.minutes)
 
-    def attempt(self, part: str, what: str, measure: Callable[..., Row], *arguments: Any) -> None:
+    def attempt(self, part: str, what: str, measure: Callable[[], Row]) -> None:
+        """Measure on all ranks; a failure of one is the row's."""
         row, reason = {}, ""
         try:
-            row = measure(*arguments)
+            row = measure()
         except Exception as error:  # of whatever library: it is the answer to the question
-            reason = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:160]}"
+            reason = describe_error(error)
         reasons: list[str] = [""] * dist.get_world_size()
         dist.all_gather_object(reasons, reason)
         if failed := next(filter(None, reasons), ""):
@@ -99,36 +95,33 @@ def main() -> None:
         use_cuda = torch.cuda.is_available() and not options.rehearse
         device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if use_cuda else torch.device("cpu")
         end, began = time.monotonic() + 60 * options.minutes, time.strftime("%Y-%m-%dT%H:%M:%S")
-        run = Run(options, device, world, folder / "cluster.jsonl", end, began)
+        sizes = TINY if options.rehearse else Sizes()
+        run = Run(options, device, world, folder / "cluster.jsonl", end, began, cluster, sizes)
         references: dict[Layout, Outcome] = {}
+        # A process group of the first `ranks` at a time; all go on when its parts have ended.
+        address = (os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
+        store, attempt = TCPStore(*address, timeout=WAIT), os.environ["TORCHELASTIC_RESTART_COUNT"]
         for ranks in [n for n in (2**k for k in range(world.bit_length())) if n < world] + [world]:
-            on_ranks(run, ranks, cluster, references)
+            done = f"cluster/{attempt}/{ranks}"
+            if int(os.environ["RANK"]) >= ranks:
+                store.wait([done], WAIT)
+                continue
+            os.environ |= {"WORLD_SIZE": str(ranks), "TORCHELASTIC_RESTART_COUNT": f"{attempt}/{ranks}"}
+            start_ranks(300, "gloo" if device.type == "cpu" else "auto")
+            try:
+                parity(run, ranks, references)
+                if ranks > 1 and ranks == world:
+                    links(run)
+                scaling(run, ranks)
+                dist.barrier()
+            finally:
+                dist.destroy_process_group()
+                os.environ |= {"WORLD_SIZE": str(world), "TORCHELASTIC_RESTART_COUNT": attempt}
+            if os.environ["RANK"] == "0":
+                store.set(done, "")
         if os.environ["RANK"] == "0":
             print(f"\nrows: {run.path}\n{table(run.path, run.run)}")
     end_process(0)  # threads of gloo abort now and then in Python's shutdown
-
-
-def on_ranks(run: Run, ranks: int, cluster: Cluster, references: dict[Layout, Outcome]) -> None:
-    """Run all parts in a process group of the first `ranks`; all go on when it has ended."""
-    address = (os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
-    store, attempt = TCPStore(*address, timeout=WAIT), os.environ["TORCHELASTIC_RESTART_COUNT"]
-    done = f"cluster/{attempt}/{ranks}"
-    if int(os.environ["RANK"]) >= ranks:
-        store.wait([done], WAIT)
-        return
-    os.environ |= {"WORLD_SIZE": str(ranks), "TORCHELASTIC_RESTART_COUNT": f"{attempt}/{ranks}"}
-    start_ranks(300, "gloo" if run.device.type == "cpu" else "auto")
-    try:
-        parity(run, ranks, references)
-        if ranks > 1 and ranks == run.world:
-            links(run, cluster)
-        scaling(run, ranks, cluster)
-        dist.barrier()
-    finally:
-        dist.destroy_process_group()
-        os.environ |= {"WORLD_SIZE": str(run.world), "TORCHELASTIC_RESTART_COUNT": attempt}
-    if os.environ["RANK"] == "0":
-        store.set(done, "")
 
 
 def parity(run: Run, ranks: int, references: dict[Layout, Outcome]) -> None:
@@ -140,26 +133,25 @@ def parity(run: Run, ranks: int, references: dict[Layout, Outcome]) -> None:
         return {"good": all(error <= layout.tolerance(what) for what, error in errors.items()), **errors}
 
     # float8 is emulated there.
-    rows = {n: each for n, each in TABLE.items() if each.ranks <= run.world and not each.float8}
+    rows = {name: row for name, row in TABLE.items() if row.ranks <= run.world and not row.float8}
     rows = {name: TABLE[name] for name in REHEARSED} if run.options.rehearse else rows
     if ranks == 1:
-        references |= {each: three_steps(each) for each in {reference_of(row) for row in rows.values()}}
+        references |= {layout: three_steps(layout) for layout in {reference_of(row) for row in rows.values()}}
     for name, layout in rows.items():
         if layout.ranks == ranks and run.is_time(1 - PARITY_SHARE):
-            run.attempt("parity", name, compare, layout)
+            run.attempt("parity", name, partial(compare, layout))
 
 
-def links(run: Run, cluster: Cluster) -> None:
+def links(run: Run) -> None:
     """Measure an all-reduce over each axis, all of its groups at once, next to the planner's seconds."""
-    inside = min(cluster.devices_per_node, run.world)
 
     def reduce(group: dist.ProcessGroup, axis: str, size: int, degrees: Degrees) -> Row:
         buffer = torch.zeros(size // 4, device=run.device)
-        taken = run.clock(lambda: dist.all_reduce(buffer, group=group), 3, 10)
-        way = route(cluster.with_devices(degrees.world), degrees, axis)
-        planned = seconds("all-reduce", size, way)
+        taken = median_seconds(lambda: dist.all_reduce(buffer, group=group), 3, 10, run.device)
+        planned = seconds("all-reduce", size, route(run.cluster.with_devices(degrees.world), degrees, axis))
         return {"gigabytes_per_second": size / taken / 1e9, "seconds": taken, "planned": planned}
 
+    inside = min(run.cluster.devices_per_node, run.world)
     for degrees in (Degrees(dp_shard=run.world), Degrees(dp_shard=run.world // inside, tp=inside)):
         mesh = build_mesh(run.device.type, degrees)
         for axis in ("dp_shard", "tp"):
@@ -168,49 +160,44 @@ def links(run: Run, cluster: Cluster) -> None:
                 continue  # all ranks have been measured
             for size in PAYLOADS[run.device.type]:
                 what = f"all-reduce, {axis} {ranks} of {run.world}, {size} bytes"
-                run.attempt("links", what, reduce, mesh.group(axis), axis, size, degrees)
+                run.attempt("links", what, partial(reduce, mesh.group(axis), axis, size, degrees))
 
 
-def scaling(run: Run, ranks: int, cluster: Cluster) -> None:
+def scaling(run: Run, ranks: int) -> None:
     """Measure the layouts that the planner ranks first: the batch grows with the ranks, or does not."""
-    there, own = cluster.with_devices(ranks), {"local_batch": 1, "compiled": run.sizes.compiled}
+    sizes, cluster = run.sizes, run.cluster.with_devices(ranks)
+    largest = Case(sizes.patches[-1], sizes.heads[0])
+
+    def time_layout(made: Plan, kinds: list[str], layout: str) -> Row:
+        work, d = made.work, made.work.degrees
+        case = Case(largest.patch, largest.heads, mode=work.ac_mode, batch=work.local_batch)
+        parallelism = Parallelism(
+            data_parallel_replicate_degree=d.dp_replicate,
+            data_parallel_shard_degree=d.dp_shard,
+            context_parallel_degree=d.cp,
+            tensor_parallel_degree=d.tp,
+        )
+        training = training_of(case, sizes, run.device, parallelism, work.accumulation)
+        taken = median_seconds(training.step, *sizes.steps, run.device)
+        row: Row = {"kinds": kinds, "ranks": d.world, "layout": layout, "seconds": taken}
+        rate = work.global_batch / taken
+        return row | {"samples_per_second": rate, "planned": made.time.samples_per_second}
+
     for accumulation in dict.fromkeys((1, run.world // ranks)):
-        work = workload(run.sizes, Degrees(dp_shard=ranks), accumulation)
-        found = [each.work for each in best_layouts(work, there, 50)]
+        degrees = Degrees(dp_shard=ranks)
+        work = largest.workload(sizes).replace(degrees=degrees, global_batch=degrees.dp * accumulation)
+        works = [layout.work for layout in best_layouts(work, cluster, 50)]
         # Pipelines have no step with accumulated micro-batches.
-        plain = [each for each in found if each.accumulation * each.local_batch > 0 and each.degrees.pp == 1]
-        for each in plain[:LAYOUTS_A_SIZE]:
+        plain = [work for work in works if work.accumulation * work.local_batch > 0 and work.degrees.pp == 1]
+        for work in plain[:LAYOUTS_A_SIZE]:
             if not run.is_time(0.0):
                 return
-            made = plan(each.replace(**own, reshard="default"), there)
+            made = plan(work.replace(local_batch=1, compiled=sizes.compiled, reshard="default"), cluster)
             kinds = ["weak"] * (accumulation == 1) + ["strong"] * (ranks * accumulation == run.world)
-            run.attempt("scaling", f"{ranks} ranks, {describe(made.work)}", time_layout, run, made, kinds)
-
-
-def workload(sizes: Sizes, degrees: Degrees, accumulation: int) -> Workload:
-    work = Case(sizes.patches[-1], sizes.heads[0]).workload(sizes)
-    return work.replace(degrees=degrees, global_batch=degrees.dp * accumulation)
-
-
-def describe(work: Workload) -> str:
-    d = work.degrees
-    axes = {"replicate": d.dp_replicate, "shard": d.dp_shard, "cp": d.cp, "tp": d.tp}
-    return " x ".join(f"{name} {n}" for name, n in axes.items() if n > 1) or "one"
-
-
-def time_layout(run: Run, made: Plan, kinds: list[str]) -> Row:
-    sizes, work, d = run.sizes, made.work, made.work.degrees
-    case = Case(sizes.patches[-1], sizes.heads[0], mode=work.ac_mode, batch=work.local_batch)
-    layout = Parallelism(
-        data_parallel_replicate_degree=d.dp_replicate,
-        data_parallel_shard_degree=d.dp_shard,
-        context_parallel_degree=d.cp,
-        tensor_parallel_degree=d.tp,
-    )
-    training = training_of(case, sizes, run.device, layout, work.accumulation)
-    taken = run.clock(training.step, *sizes.steps)
-    row: Row = {"kinds": kinds, "ranks": d.world, "layout": describe(work), "seconds": taken}
-    return row | {"samples_per_second": work.global_batch / taken, "planned": made.time.samples_per_second}
+            d = made.work.degrees
+            axes = {"replicate": d.dp_replicate, "shard": d.dp_shard, "cp": d.cp, "tp": d.tp}
+            layout = " x ".join(f"{name} {n}" for name, n in axes.items() if n > 1) or "one"
+            run.attempt("scaling", f"{ranks} ranks, {layout}", partial(time_layout, made, kinds, layout))
 
 
 def table(path: Path, run: str) -> str:
@@ -219,16 +206,17 @@ def table(path: Path, run: str) -> str:
     compared, links = ([row for row in good if row["part"] == part] for part in ("parity", "links"))
     bad = [f"\nout of tolerance: {row['what']}" for row in compared if not row["good"]]
     text = f"{len(compared)} layouts against one process, {len(bad)} out of tolerance{''.join(bad)}"
-    columns = {"what": "<48", "gigabytes_per_second": ">22.3g", "seconds": ">12.3g", "planned": ">12.3g"}
-    text += "\n\n" + results_table(links, **columns) if links else ""
+    columns = ("what", "gigabytes_per_second", "seconds", "planned")
+    text += "\n\n" + results_file.table(links, *columns) if links else ""
     lines: list[tuple] = [("scaling", "ranks", "  layout", "samples/s", "planned", "error", "efficiency")]
     for kind in ("weak", "strong"):
-        found = [row for row in good if kind in row.get("kinds", ())]
-        for row in found:
-            rate, fewest = row["samples_per_second"], min(each["ranks"] for each in found)
+        measured = [row for row in good if kind in row.get("kinds", ())]
+        for row in measured:
+            rate, fewest = row["samples_per_second"], min(other["ranks"] for other in measured)
             # Samples/s a rank over those of the best layout of the fewest ranks.
-            best = max(each["samples_per_second"] for each in found if each["ranks"] == fewest) / fewest
-            figures = (rate, row["planned"], row["planned"] / rate - 1, rate / row["ranks"] / best)
+            rates = [other["samples_per_second"] for other in measured if other["ranks"] == fewest]
+            efficiency = rate / row["ranks"] / (max(rates) / fewest)
+            figures = (rate, row["planned"], row["planned"] / rate - 1, efficiency)
             lines.append((kind, row["ranks"], "  " + row["layout"], *figures))
     if lines[1:]:
         text += "\n\n" + text_table("<8 >6 <34 >11.4g >11.4g >+8.0% >11.1%", lines)

@@ -20,11 +20,10 @@ import tempfile
 import time
 import tomllib
 import traceback
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from functools import partial
-from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -41,24 +40,26 @@ from torch.profiler import ProfilerActivity, profile
 from benchmarks import trainer_overhead
 from benchmarks.random_run import RandomRun
 from benchmarks.results_file import RESULTS, ROOT, clock, parse, read_lines, record
-from benchmarks.saved_activations import Case as KeptCase
-from benchmarks.saved_activations import units
-from benchmarks.step_time import TAUGHT, Peer, TimmViT
 from command_line import text_table
 from config import ActivationCheckpoint, Compile, Config, Float8, Model, Optimizer, Parallelism, Training
 from datasets.archive import open_archive
 from datasets.loader import FieldDataset, TrainLoader, TrainSampler
 from models.attention import activate, attention, check_backend, find_obstacle, preferred_backend
 from models.embeddings import unpatchify
+from models.initialization import init_weights
+from models.vit import VisionTransformer
+from parallelisms.activation_checkpoint import apply_activation_checkpoint
+from parallelisms.compile import apply_compile
 from parallelisms.degrees import Degrees
 from parallelisms.mesh import start_ranks
 from planning.architecture import architecture_of
 from planning.clusters import load_cluster
-from planning.memory import memory
+from planning.memory import block_activations, memory, unit_bytes
 from planning.step_time import step_time
 from planning.workload import Workload
 from tests.odd_data import rewrite
 from tests.started_jobs import Job, losses
+from tests.storages import bytes_alive
 from training.metrics import peak_tflops
 from verification.rollout import rollout as roll_out
 
@@ -95,10 +96,29 @@ TINY = Sizes(
 )
 
 
-class Session:
-    """One part: where it runs, until when, and where its rows go (None: nowhere)."""
+def median_seconds(run: Callable[[], Any], warm_up: int, number: int, device: torch.device) -> float:
+    """Return the median of `number` calls, on a GPU each between two of its events."""
+    for _ in range(warm_up):
+        run()
+    if device.type == "cpu":
+        return statistics.median(clock(run) for _ in range(number))
+    marks = [torch.cuda.Event(enable_timing=True) for _ in range(number + 1)]
+    marks[0].record()
+    for mark in marks[1:]:
+        run()
+        mark.record()
+    torch.cuda.synchronize()
+    return statistics.median(a.elapsed_time(b) / 1e3 for a, b in itertools.pairwise(marks))
 
-    def __init__(self, part: str, rows: Path | None, run: str, seconds: float, rehearse: bool) -> None:
+
+def describe_error(error: Exception) -> str:
+    return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:160]}"
+
+
+class Session:
+    """One part: where it runs, until when, and where its rows go."""
+
+    def __init__(self, part: str, rows: Path, run: str, seconds: float, rehearse: bool) -> None:
         self.part, self.rows, self.run, self.rehearse = part, rows, run, rehearse
         self.sizes, self.device = (TINY if rehearse else Sizes()), torch.device("cpu" if rehearse else "cuda")
         self.on_gpu, self.end = self.device.type == "cuda", time.monotonic() + seconds
@@ -111,16 +131,20 @@ class Session:
     def left(self) -> float:
         return self.end - time.monotonic()
 
+    def seconds(self, run: Callable[[], Any], warm_up: int, number: int) -> float:
+        return median_seconds(run, warm_up, number, self.device)
+
     def add(self, what: str, value: float, unit: str, **about: Any) -> None:
         print(f"  {what:<58}{value:>12.5g} {unit}", flush=True)
         self.write({"what": what, "value": value, "unit": unit, **about})
 
-    def attempt(self, what: str, measure: Callable[..., Any], *arguments: Any) -> None:
-        """Measure; a failure is reported in one line and one row, and the other parts continue."""
+    @contextmanager
+    def attempt(self, what: str) -> Iterator[None]:
+        """Report a failure in one line and one row; the other parts continue."""
         try:
-            measure(self, what, *arguments)
+            yield
         except Exception as error:  # of whatever library: it is the answer to the question
-            reason = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:160]}"
+            reason = describe_error(error)
             print(f"  {what:<58}{'failed':>12} {reason}", flush=True)
             self.write({"what": what, "failed": reason})
             if "CUDA error" in reason:  # nothing that this process asks of the GPU works any more
@@ -128,11 +152,7 @@ class Session:
         self.free()
 
     def write(self, row: Row) -> None:
-        if self.rows:
-            record(self.rows, [{"run": self.run, "part": self.part, **row}])
-
-    def earlier(self) -> list[Row]:
-        return read_lines(self.rows, run=self.run) if self.rows else []
+        record(self.rows, [{"run": self.run, "part": self.part, **row}])
 
     def free(self) -> None:
         gc.collect()
@@ -140,20 +160,6 @@ class Session:
         if self.on_gpu:
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats()
-
-    def seconds(self, run: Callable[[], Any], warm_up: int, number: int) -> float:
-        """Return the median of `number` calls, on a GPU each between two of its events."""
-        for _ in range(warm_up):
-            run()
-        if not self.on_gpu:
-            return statistics.median(clock(run) for _ in range(number))
-        marks = [torch.cuda.Event(enable_timing=True) for _ in range(number + 1)]
-        marks[0].record()
-        for mark in marks[1:]:
-            run()
-            mark.record()
-        torch.cuda.synchronize()
-        return statistics.median(a.elapsed_time(b) / 1e3 for a, b in zip(marks, marks[1:], strict=False))
 
     def mfu(self, flops: float) -> float | None:
         peak = peak_tflops(self.device) * 1e12
@@ -181,10 +187,8 @@ class Case:
 
     def workload(self, sizes: Sizes) -> Workload:
         channels, values = sizes.variables, sizes.variables * math.prod(sizes.grid)
-        settings = Model(
-            "vit", self.patch, sizes.dim, sizes.layers, self.heads, attention_windows=self.windows
-        )
-        model = architecture_of(settings, sizes.grid, channels, channels)
+        shape = ("vit", self.patch, sizes.dim, sizes.layers, self.heads)
+        model = architecture_of(Model(*shape, attention_windows=self.windows), sizes.grid, channels, channels)
         about = {"field_values": values, "input_values": values, "ac_mode": self.mode}
         about |= {"compiled": sizes.compiled, "float8": bool(self.float8), "attention": self.backend}
         about |= {"dtype": self.dtype, "every_n": EVERY_N}
@@ -194,22 +198,13 @@ class Case:
         """Return the names and numbers of a row; length and head are places in the lists of Sizes."""
         lengths = {"tokens": sizes.tokens(self.patch), "length": sizes.patches.index(self.patch)}
         heads = {"head": sizes.heads.index(self.heads), "head_dim": sizes.dim // self.heads}
-        return asdict(self) | lengths | heads | {"precision": PRECISIONS[self.float8]}
+        kind = {"precision": PRECISIONS[self.float8], "windowed": bool(self.windows)}
+        return asdict(self) | lengths | heads | kind
 
     def label(self, sizes: Sizes) -> str:
         shape = f"{sizes.tokens(self.patch)} tokens, {self.heads} x {sizes.dim // self.heads}"
-        windows = ", in windows" if self.windows else ""
-        return f"{shape}, {PRECISIONS[self.float8]}, {self.mode}, {self.backend}, batch {self.batch}{windows}"
-
-
-def cases(sizes: Sizes) -> list[Case]:
-    """Return the parts in order of importance; later ones are skipped when time runs out."""
-    short, long = sizes.patches
-    many, few = sizes.heads
-    fast, plain = partial(Case, float8=True), partial(Case, mode="none")
-    first = [Case(short, many), plain(short, many), Case(long, many), fast(short, many), Case(short, few)]
-    second = [Case(long, few), fast(long, many), plain(long, many), plain(short, few), plain(long, few)]
-    return [*first, *second, fast(short, many, mode="none"), fast(short, few), fast(long, few)]
+        kind = f"{PRECISIONS[self.float8]}, {self.mode}, {self.backend}"
+        return f"{shape}, {kind}{', in windows' if self.windows else ''}"
 
 
 def training_of(
@@ -231,37 +226,36 @@ def training_of(
 def steps(session: Session) -> None:
     """Measure samples/s, share of the peak and memory of every case that there is time for."""
     session.start_ranks()
-    sizes = session.sizes
-    done = [tuple(map(row.get, NAMES)) for row in session.earlier() if row["part"] == "steps"]
-    todo = [case for case in cases(sizes) if tuple(map(case.about(sizes).get, NAMES)) not in done]
-    for case in todo:
+    sizes, (short, long), (many, few) = session.sizes, session.sizes.patches, session.sizes.heads
+    # In order of importance.
+    fast, plain = partial(Case, float8=True), partial(Case, mode="none")
+    cases = [Case(short, many), plain(short, many), Case(long, many), fast(short, many), Case(short, few)]
+    cases += [Case(long, few), fast(long, many), plain(long, many), plain(short, few), plain(long, few)]
+    cases += [fast(short, many, mode="none"), fast(short, few), fast(long, few)]
+    earlier = read_lines(session.rows, run=session.run, part="steps")
+    done = [tuple(map(row.get, NAMES)) for row in earlier]
+    for case in [case for case in cases if tuple(map(case.about(sizes).get, NAMES)) not in done]:
         if session.left < (CASE_SECONDS if session.on_gpu else 1.0):
             return
-        case = with_largest_batch(replace(case, backend=backend_of(case, session)), session)
-        session.attempt(case.label(sizes), time_steps, case, not done)
-
-
-def with_largest_batch(case: Case, session: Session) -> Case:
-    case = replace(case, batch=session.sizes.largest_batch)
-    free = torch.cuda.mem_get_info()[0] - RESERVED if session.on_gpu else 2**40
-    while case.batch > 1 and SAFETY * memory(case.workload(session.sizes)).peak > free:
-        case = replace(case, batch=case.batch // 2)
-    return case
+        case = replace(case, backend=backend_of(case, session))
+        with session.attempt(case.label(sizes)):
+            time_steps(session, case, kernels=not done)
 
 
 def windows(session: Session) -> None:
     """Measure steps with attention to all tokens, and in bands of rows, then strips of columns."""
     session.start_ranks()
     sizes, kernels = session.sizes, ("flash4", "cudnn") if session.on_gpu else ("sdpa",)
-    for patch, backend, heads in product(sizes.patches[::-1], kernels, sizes.heads[::-1]):
+    for patch, backend, heads in itertools.product(sizes.patches[::-1], kernels, sizes.heads[::-1]):
         if find_obstacle(backend, session.device.type, torch.bfloat16):
             continue
         rows, columns = (points // size for points, size in zip(sizes.grid, patch, strict=True))
-        for own in ((), ((rows // 8, 0), (0, columns // 8))):
+        for shapes in ((), ((rows // 8, 0), (0, columns // 8))):
             if session.left < (CASE_SECONDS if session.on_gpu else 1.0):
                 return
-            case = with_largest_batch(Case(patch, heads, backend=backend, windows=own), session)
-            session.attempt(case.label(sizes), time_steps, case, session.on_gpu)
+            case = Case(patch, heads, backend=backend, windows=shapes)
+            with session.attempt(case.label(sizes)):
+                time_steps(session, case, kernels=True)
 
 
 def backend_of(case: Case, session: Session) -> str:
@@ -270,86 +264,84 @@ def backend_of(case: Case, session: Session) -> str:
     return preferred_backend(session.device, torch.bfloat16, tokens, head_dim)
 
 
-def time_steps(session: Session, what: str, case: Case, kernels: bool) -> None:
-    """Measure a case, with half the batch where memory does not suffice."""
-    sizes, started, seconds, spent, loss = session.sizes, time.perf_counter(), 0.0, 0.0, math.nan
-    training = None
-    try:
-        training = training_of(case, sizes, session.device)
-        seconds = session.seconds(training.step, *sizes.steps)
-        spent, loss = time.perf_counter() - started, training.loss()
-    except torch.cuda.OutOfMemoryError:
-        if case.batch == 1:
-            raise
-        training = None
-    if not training:
-        session.free()
-        return time_steps(session, what, replace(case, batch=case.batch // 2), kernels)
+def time_steps(session: Session, case: Case, kernels: bool) -> None:
+    """Measure a case with the largest batch that fits, and its kernels on a GPU."""
+    sizes, training, seconds, started = session.sizes, None, 0.0, time.perf_counter()
+    case = replace(case, batch=sizes.largest_batch)
+    free = torch.cuda.mem_get_info()[0] - RESERVED if session.on_gpu else 2**40
+    while case.batch > 1 and SAFETY * memory(case.workload(sizes)).peak > free:
+        case = replace(case, batch=case.batch // 2)
+    while training is None:
+        try:
+            training = training_of(case, sizes, session.device)
+            seconds = session.seconds(training.step, *sizes.steps)
+        except torch.cuda.OutOfMemoryError:
+            if case.batch == 1:
+                raise
+            training, case = None, replace(case, batch=case.batch // 2)
+        if training is None:
+            session.free()  # not while the error is handled, which refers to the tensors
+            started = time.perf_counter()
+    spent, loss = time.perf_counter() - started, training.loss()
     if math.isnan(loss):
         raise ValueError("the loss is NaN")
     flops = 3 * case.workload(sizes).model.flops * case.batch / seconds
     peak = torch.cuda.max_memory_allocated() if session.on_gpu else 0
     about = {"step_seconds": seconds, "mfu": session.mfu(flops), "tflops": flops / 1e12, "peak_bytes": peak}
     about |= {"loss": loss, "with_compilation": spent} | case.about(sizes)
-    session.add(case.label(sizes), case.batch / seconds, "samples/s", **about)
+    session.add(f"{case.label(sizes)}, batch {case.batch}", case.batch / seconds, "samples/s", **about)
     print(f"    {flops / 1e12:.1f} TFLOP/s, MFU {about['mfu'] or 0:.1%}, {peak / 2**30:.1f} GiB")
-    if kernels and session.on_gpu:
-        print_kernels(session, training)
-
-
-def print_kernels(session: Session, training: RandomRun) -> None:
-    """Print where a step goes, kernel by kernel, and whether its attention is one of Hopper's own."""
-    found = kernel_seconds(training.step)
-    total = sum(seconds for _, seconds in found)
-    for name, seconds in found[:15]:
+    if not (kernels and session.on_gpu):
+        return
+    # Where the step goes, kernel by kernel, and whether its attention is one of Hopper's own.
+    recorded = kernel_seconds(training.step)
+    total = sum(seconds for _, seconds in recorded)
+    for name, seconds in recorded[:15]:
         print(f"    {seconds / total:>6.1%} {1e3 * seconds:>9.2f} ms  {name[:90]}")
     words = ("flash", "fmha", "sdpa", "attention", "attn", "cudnn")
-    names = [name for name, _ in found if any(part in name.lower() for part in words)]
-    own = float(bool(names) and all(map(of_hopper, names[:2])))
-    about = {"attention": names, "kernels": [[name, seconds] for name, seconds in found[:40]]}
-    session.add("a step's attention is a kernel of this GPU's own", own, "", **about)
+    names = [name for name, _ in recorded if any(word in name.lower() for word in words)]
+    about = {"attention": names, "kernels": [[name, seconds] for name, seconds in recorded[:40]]}
+    is_own = bool(names) and all(map(of_hopper, names[:2]))
+    session.add("a step's attention is a kernel of this GPU's own", float(is_own), "", **about)
 
 
 def planner(session: Session) -> None:
     """The first step anchors the plans of the others, as plan.py --anchor does."""
     cluster = load_cluster("h200x1" if session.on_gpu else "cpu1")
-    measured = [row for row in session.earlier() if row["part"] == "steps" and "tokens" in row]
-    for row in measured:
-        session.attempt(row["what"], compare_planned, row, measured[0], cluster)
+    rows = [row for row in read_lines(session.rows, run=session.run, part="steps") if "tokens" in row]
 
-
-def compare_planned(session: Session, what: str, row: Row, anchor: Row, cluster: Any) -> None:
     def work_of(row: Row) -> Workload:
-        own: Row = {name: row[name] for name in ("heads", "float8", "mode", "batch", "backend")}
-        return Case(tuple(row["patch"]), **own).workload(session.sizes)
+        settings: Row = {name: row[name] for name in ("heads", "float8", "mode", "batch", "backend")}
+        return Case(tuple(row["patch"]), **settings).workload(session.sizes)
 
-    factor = anchor["step_seconds"] / step_time(work_of(anchor), cluster).total
-    predicted = factor * step_time(work_of(row), cluster).total
-    error = predicted / row["step_seconds"] - 1
-    session.add(f"time, planned: {what}", error, "of measured", seconds=predicted, factor=factor, kind="time")
-    if row["peak_bytes"]:
-        error = memory(work_of(row)).peak / row["peak_bytes"] - 1
-        session.add(f"peak memory, planned: {what}", error, "of measured", kind="memory")
+    for row in rows:
+        with session.attempt(row["what"]):
+            factor = rows[0]["step_seconds"] / step_time(work_of(rows[0]), cluster).total
+            predicted = factor * step_time(work_of(row), cluster).total
+            about = {"seconds": predicted, "factor": factor, "kind": "time"}
+            error = predicted / row["step_seconds"] - 1
+            session.add(f"time, planned: {row['what']}", error, "of measured", **about)
+            if row["peak_bytes"]:
+                error = memory(work_of(row)).peak / row["peak_bytes"] - 1
+                session.add(f"peak memory, planned: {row['what']}", error, "of measured", kind="memory")
 
 
 def rollout(session: Session) -> None:
     session.start_ranks()
-    for number, patch in enumerate(session.sizes.patches):
-        what = f"rollout step {number}, {session.sizes.tokens(patch)} tokens"
-        session.attempt(what, time_rollout, patch)
-
-
-def time_rollout(session: Session, what: str, patch: tuple[int, int]) -> None:
     sizes, device, number = session.sizes, session.device, 4
-    case = Case(patch, sizes.heads[0], mode="none")
-    case = replace(case, backend=backend_of(case, session))
-    assembly = training_of(case, sizes, device).assembly
-    assembly.model.train(False)
-    fields = torch.randn(1, sizes.variables, *sizes.grid, device=device)
-    times = torch.zeros(1, dtype=torch.int64, device=device)
-    parts = (assembly.model.predict, assembly.normalizer, assembly.conditions, 21600)
-    taken = session.seconds(lambda: [*roll_out(*parts, fields, times, number)] and None, 1, 3)
-    session.add(what, 1e3 * taken / number, "ms")
+    for place, patch in enumerate(sizes.patches):
+        what = f"rollout step {place}, {sizes.tokens(patch)} tokens"
+        with session.attempt(what):
+            case = Case(patch, sizes.heads[0], mode="none")
+            case = replace(case, backend=backend_of(case, session))
+            assembly = training_of(case, sizes, device).assembly
+            assembly.model.train(False)
+            fields = torch.randn(1, sizes.variables, *sizes.grid, device=device)
+            times = torch.zeros(1, dtype=torch.int64, device=device)
+            model = (assembly.model.predict, assembly.normalizer, assembly.conditions, 21600)
+            run = partial(lambda *arguments: [*roll_out(*arguments)] and None, *model, fields, times, number)
+            session.add(what, 1e3 * session.seconds(run, 1, 3) / number, "ms")
+            assembly = model = run = None  # before the next one takes its memory
 
 
 def first(session: Session) -> None:
@@ -371,64 +363,57 @@ HOPPER_KERNELS = ("cudnn", "sm90", "flash_fwd_hopper", "flash_attncute")
 
 def attention_kernels(session: Session) -> None:
     """Measure every kernel that runs here: the rates that CHOICES of models/attention.py quotes."""
-    sizes, names = session.sizes, BACKENDS[session.device.type]
-    for patch, heads, name in [(p, h, n) for p in sizes.patches for h in sizes.heads for n in names]:
-        shape = (2, heads, sizes.tokens(patch), sizes.dim // heads)
-        what = f"{name}, {shape[2]} tokens, {heads} x {shape[3]}"
-        session.attempt(what, time_attention, name, shape)
-
-
-def time_attention(session: Session, what: str, backend: str, shape: tuple[int, int, int, int]) -> None:
-    check_backend(backend, session.device.type, torch.bfloat16)
-    backend = activate(backend)
-    batch, heads, tokens, head_dim = shape
-    # Parts of one tensor as in models/vit.py: kernels that want them otherwise copy them.
-    qkv = torch.randn((batch, tokens, heads, 3, head_dim), dtype=torch.bfloat16, device=session.device)
-    q, k, v = (x.detach().requires_grad_() for x in qkv.permute(3, 0, 2, 1, 4).unbind(0))
-    out = attention(q, k, v, backend)
-    gradient, unit = torch.randn_like(out), batch * heads * tokens**2 * head_dim  # of 4 FLOPs, backward 8
-    runs: dict[str, tuple[int, Callable[[], Any]]] = {
-        "forward": (4 * unit, lambda: attention(q, k, v, backend)),
-        "backward": (8 * unit, lambda: torch.autograd.grad(out, (q, k, v), gradient, retain_graph=True)),
-    }
-    for way, (flops, run) in runs.items():
-        rate = flops / session.seconds(run, *session.sizes.steps) / 1e12
-        kernels = [name for name, _ in kernel_seconds(run)[:3]] if session.on_gpu else []
-        session.add(f"{what}, {way}", rate, "TFLOP/s", kind=way, sizes=shape, kernels=kernels)
-        if kernels:
-            print(f"    {kernels[0][:100]}{'' if of_hopper(kernels[0]) else '  NOT ONE OF HOPPER'}")
+    sizes, kernels = session.sizes, BACKENDS[session.device.type]
+    for patch, heads, backend in [(p, h, k) for p in sizes.patches for h in sizes.heads for k in kernels]:
+        batch, tokens, head_dim = 2, sizes.tokens(patch), sizes.dim // heads
+        what = f"{backend}, {tokens} tokens, {heads} x {head_dim}"
+        with session.attempt(what):
+            check_backend(backend, session.device.type, torch.bfloat16)
+            attend = partial(attention, backend=activate(backend))
+            # Parts of one tensor as in models/vit.py: kernels that want them otherwise copy them.
+            shape = (batch, tokens, heads, 3, head_dim)
+            qkv = torch.randn(shape, dtype=torch.bfloat16, device=session.device)
+            q, k, v = (x.detach().requires_grad_() for x in qkv.permute(3, 0, 2, 1, 4).unbind(0))
+            out = attend(q, k, v)
+            gradient, unit = torch.randn_like(out), batch * heads * tokens**2 * head_dim
+            differentiate = partial(torch.autograd.grad, out, (q, k, v), gradient, retain_graph=True)
+            runs = {"forward": (4, partial(attend, q, k, v)), "backward": (8, differentiate)}  # FLOPs a unit
+            for way, (flops, run) in runs.items():
+                rate = flops * unit / session.seconds(run, *sizes.steps) / 1e12
+                names = [name for name, _ in kernel_seconds(run)[:3]] if session.on_gpu else []
+                about = {"kind": way, "sizes": (batch, heads, tokens, head_dim), "kernels": names}
+                session.add(f"{what}, {way}", rate, "TFLOP/s", **about)
+                if names:
+                    print(f"    {names[0][:100]}{'' if of_hopper(names[0]) else '  NOT ONE OF HOPPER'}")
 
 
 def kernel_seconds(run: Callable[[], Any]) -> list[tuple[str, float]]:
+    """Return kernels and their seconds in one call, the longest first."""
     with profile(activities=[ProfilerActivity.CUDA]) as recorded:
         run()
         torch.cuda.synchronize()
-    found = [(event.key, event.device_time_total / 1e6) for event in recorded.key_averages()]
-    return sorted(found, key=lambda pair: -pair[1])
+    seconds = [(event.key, event.device_time_total / 1e6) for event in recorded.key_averages()]
+    return sorted(seconds, key=lambda pair: -pair[1])
 
 
 def of_hopper(kernel: str) -> bool:
     """True on other GPUs, which have no kernels of their own."""
-    own = any(part in kernel.lower() for part in HOPPER_KERNELS)
-    return own or torch.cuda.get_device_capability()[0] != 9
+    is_own = any(part in kernel.lower() for part in HOPPER_KERNELS)
+    return is_own or torch.cuda.get_device_capability()[0] != 9
 
 
 def products(session: Session) -> None:
-    for (k, n), precision in itertools.product(session.sizes.products, ("bf16", "float8")):
-        m = session.sizes.rows
-        session.attempt(f"{precision}, M {m}, K {k}, N {n}", time_product, precision == "float8", m, k, n)
-
-
-def time_product(session: Session, what: str, float8: bool, m: int, k: int, n: int) -> None:
-    kind, one = torch.float8_e4m3fn if float8 else torch.bfloat16, torch.ones((), device=session.device)
-    x, w = (torch.randn(size, device=session.device).to(kind) for size in ((m, k), (n, k)))
-    scaled_mm = torch.ops.aten._scaled_mm
-
-    def run() -> Tensor:
-        return scaled_mm(x, w.t(), one, one, None, None, torch.bfloat16, True) if float8 else x @ w.t()
-
-    rate = 2.0 * m * k * n / session.seconds(run, 3, 10) / 1e12
-    session.add(what, rate, "TFLOP/s", inputs=k)
+    one, m = torch.ones((), device=session.device), session.sizes.rows
+    for (k, n), precision in itertools.product(session.sizes.products, PRECISIONS):
+        what = f"{precision}, M {m}, K {k}, N {n}"
+        with session.attempt(what):
+            kind = torch.float8_e4m3fn if precision == "float8" else torch.bfloat16
+            x, w = (torch.randn(size, device=session.device).to(kind) for size in ((m, k), (n, k)))
+            run = partial(torch.matmul, x, w.t())
+            if precision == "float8":
+                scales = (one, one, None, None, torch.bfloat16, True)
+                run = partial(torch.ops.aten._scaled_mm, x, w.t(), *scales)
+            session.add(what, 2.0 * m * k * n / session.seconds(run, 3, 10) / 1e12, "TFLOP/s", inputs=k)
 
 
 def optimizers(session: Session) -> None:
@@ -442,49 +427,70 @@ def optimizers(session: Session) -> None:
 
 
 def activations(session: Session) -> None:
-    def count(session: Session, what: str, case: KeptCase) -> None:
-        session.add(what, units(case, session.device), "", planned=case.planned)
+    """Count what a block keeps for its backward pass, in tokens x width numbers of bf16: half of what four
+    keep beyond two, and on a GPU of the difference between two batches, on which autocast's copies of weights
+    do not depend.
+    """
+    dim, grid, compiled = max(session.sizes.dim, 64), (32, 32), session.sizes.compiled
+    settings = Model("vit", (1, 1), dim, 2, dim // 64, attention_backend="sdpa")
+    work = Workload(architecture_of(settings, grid, 2, 2), Degrees(), 2, 2)
+
+    def kept_bytes(mode: Any, layers: int, batch: int) -> int:
+        model = VisionTransformer(2, 2, grid, replace(settings, num_layers=layers))
+        init_weights(model, 0)
+        model.to(session.device)
+        apply_activation_checkpoint(model, ActivationCheckpoint(mode, EVERY_N), compiled=compiled)
+        if compiled:
+            apply_compile(model)
+        x = torch.randn(batch, math.prod(grid), 2, device=session.device)
+        if not session.on_gpu:
+            return bytes_alive(model, x, True)
+        for _ in range(2):  # the first compiles, and makes the gradients
+            torch.cuda.synchronize()
+            before = torch.cuda.memory_allocated()
+            with torch.autocast("cuda", torch.bfloat16):
+                loss = model(x).float().square().mean()
+            kept = torch.cuda.memory_allocated() - before
+            loss.backward()
+            del loss
+        return kept
 
     for mode in ("none", "selective"):
-        case = KeptCase(max(session.sizes.dim, 64), 2, mode, compiled=session.sizes.compiled)
-        session.attempt(f"units of T d kept, {mode}", count, case)
+        what = f"units of T d kept, {mode}"
+        with session.attempt(what):
+            torch._dynamo.reset()
+            of_batch = [kept_bytes(mode, 4, batch) - kept_bytes(mode, 2, batch) for batch in (2, 4)]
+            size = (of_batch[1] - of_batch[0] if session.on_gpu else of_batch[0]) / 2
+            planned = block_activations(work, mode) / unit_bytes(work)
+            session.add(what, size / unit_bytes(work), "", planned=planned)
 
 
 def loader(session: Session) -> None:
-    with tempfile.TemporaryDirectory() as folder:
-        write_store(Path(folder) / "fields.zarr", session.sizes)
-        session.attempt("loader", time_loader, f"{folder}/fields.zarr")
-
-
-def time_loader(session: Session, _what: str, path: str) -> None:
-    """Measure GB/s into the device's memory."""
-    sizes, number, batch, archive = session.sizes, 12, 4, open_archive(path)
-    pairs = np.stack([np.arange(sizes.dates - 1), np.arange(1, sizes.dates)], axis=1)
-    dataset = FieldDataset(archive, archive.variables, pairs)
-    sampler = TrainSampler(len(dataset), 0, batch, 1, 0, 1)
-    batches = TrainLoader(dataset, sampler, sizes.workers, pin=session.on_gpu).iterate(0)
-    for _ in range(max(sizes.workers, 1)):
-        next(batches)  # until all workers are there
-    started, size = time.perf_counter(), 0
-    for _ in range(number):
-        size += next(batches)[0].to(session.device, non_blocking=True).nbytes
-    if session.on_gpu:
-        torch.cuda.synchronize()
-    seconds = time.perf_counter() - started
-    session.add(f"loader, {sizes.workers} workers", size / seconds / 1e9, "GB/s")
-    session.add("samples that the loader gives", number * batch / seconds, "samples/s")
-
-
-def write_store(path: Path, sizes: Sizes) -> None:
-    """Write fields as WeatherBench2 stores them, a date a chunk, without compression."""
-    height, width = sizes.grid
+    """Measure GB/s into the device's memory, from fields a date a chunk, without compression."""
+    sizes, (height, width), number, batch = session.sizes, session.sizes.grid, 12, 4
     times = np.datetime64("2020-01-01T00", "ns") + np.arange(sizes.dates) * np.timedelta64(6, "h")
     latitude = 90 - (np.arange(height) + 0.5) * 180 / height
     coords = {"time": times, "latitude": latitude, "longitude": np.arange(width) * 360 / width}
     values = np.random.default_rng(0).standard_normal((sizes.dates, height, width), dtype=np.float32)
-    dataset = xr.Dataset({f"field_{i}": ([*coords], values) for i in range(sizes.variables)}, coords)
-    encoding: Any = {n: {"chunks": (1, height, width), "compressors": None} for n in dataset.data_vars}
-    dataset.to_zarr(path, zarr_format=2, encoding=encoding, consolidated=True)
+    ds = xr.Dataset({f"field_{i}": ([*coords], values) for i in range(sizes.variables)}, coords)
+    encoding: Any = {n: {"chunks": (1, height, width), "compressors": None} for n in ds.data_vars}
+    with tempfile.TemporaryDirectory() as folder, session.attempt("loader"):
+        ds.to_zarr(f"{folder}/fields.zarr", zarr_format=2, encoding=encoding, consolidated=True)
+        archive = open_archive(f"{folder}/fields.zarr")
+        pairs = np.stack([np.arange(sizes.dates - 1), np.arange(1, sizes.dates)], axis=1)
+        dataset = FieldDataset(archive, archive.variables, pairs)
+        sampler = TrainSampler(len(dataset), 0, batch, 1, 0, 1)
+        batches = TrainLoader(dataset, sampler, sizes.workers, pin=session.on_gpu).iterate(0)
+        for _ in range(max(sizes.workers, 1)):
+            next(batches)  # until all workers are there
+        started, size = time.perf_counter(), 0
+        for _ in range(number):
+            size += next(batches)[0].to(session.device, non_blocking=True).nbytes
+        if session.on_gpu:
+            torch.cuda.synchronize()
+        seconds = time.perf_counter() - started
+        session.add(f"loader, {sizes.workers} workers", size / seconds / 1e9, "GB/s")
+        session.add("samples that the loader gives", number * batch / seconds, "samples/s")
 
 
 def save(session: Session) -> None:
@@ -494,58 +500,76 @@ def save(session: Session) -> None:
     with tempfile.TemporaryDirectory() as folder:
         excess, step = trainer_overhead.measure_excess(training, Path(folder), 1 if session.rehearse else 2)
     for mode, seconds in excess.items():
-        what = f"excess of ten steps after a save, {mode}"
-        session.add(what, seconds, "s", mode=mode, step_seconds=step)
+        session.add(f"excess of ten steps after a save, {mode}", seconds, "s", mode=mode, step_seconds=step)
 
 
-class TutorialViT(nn.Module):
-    """A ViT as tutorials write it, of torch's own layers. fields (B, C, H, W) -> fields (B, C, H, W)."""
+TAUGHT = ", compiled, fused Adam"  # the last rung of the tutorial
+PEERS = {"tutorial": "tutorial's way", "timm": "timm"}
 
-    def __init__(self, grid: Any, patch: Any, channels: int, dim: int, layers: int, heads: int) -> None:
+
+class PeerModel(nn.Module):
+    """A ViT on fields (B, C, H, W): timm's, or as tutorials write it, of torch's own layers."""
+
+    def __init__(self, peer: str, sizes: Sizes, patch: tuple[int, int]) -> None:
         super().__init__()
-        self.grid, self.patch = grid, patch
-        self.embed = nn.Conv2d(channels, dim, patch, patch)
-        self.position = nn.Parameter(torch.zeros(1, math.prod(grid) // math.prod(patch), dim))
-        about: Any = {"dropout": 0.0, "activation": "gelu", "batch_first": True, "norm_first": True}
-        block = partial(nn.TransformerEncoderLayer, dim, heads, 4 * dim, **about)
-        self.blocks = nn.Sequential(*(block() for _ in range(layers)))
-        self.norm, self.head = nn.LayerNorm(dim), nn.Linear(dim, channels * math.prod(patch))
+        self.grid, self.patch, dim, heads = sizes.grid, patch, sizes.dim, sizes.heads[0]
+        if peer == "timm":
+            from timm.models.vision_transformer import VisionTransformer  # type: ignore[import-not-found]
+
+            shape = {"img_size": sizes.grid, "patch_size": patch, "in_chans": sizes.variables}
+            shape |= {"embed_dim": dim, "depth": sizes.layers, "num_heads": heads, "num_classes": 0}
+            self.trunk = VisionTransformer(**shape, class_token=False, global_pool="")
+        else:
+            self.embed = nn.Conv2d(sizes.variables, dim, patch, patch)
+            self.position = nn.Parameter(torch.zeros(1, sizes.tokens(patch), dim))
+            about: Any = {"dropout": 0.0, "activation": "gelu", "batch_first": True, "norm_first": True}
+            block = partial(nn.TransformerEncoderLayer, dim, heads, 4 * dim, **about)
+            self.blocks = nn.Sequential(*(block() for _ in range(sizes.layers)), nn.LayerNorm(dim))
+        self.head = nn.Linear(dim, sizes.variables * math.prod(patch))
 
     def forward(self, fields: Tensor) -> Tensor:
-        tokens = self.embed(fields).flatten(2).transpose(1, 2) + self.position  # (B, T, D)
-        return unpatchify(self.head(self.norm(self.blocks(tokens))), self.grid, self.patch)
+        if hasattr(self, "blocks"):
+            tokens = self.blocks(self.embed(fields).flatten(2).transpose(1, 2) + self.position)  # (B, T, D)
+        else:
+            tokens = self.trunk.forward_features(fields)
+        return unpatchify(self.head(tokens), self.grid, self.patch)
 
 
 def peers(session: Session) -> None:
     """Their usual step, autocast and Adam, and the last rung of the tutorial: compiled, with fused Adam."""
-    patch = session.sizes.patches[0]
-    for name, build in {"tutorial's way": TutorialViT, "timm": TimmViT}.items():
-        for taught in (True, False):
-            what = f"{name}{TAUGHT * taught}, {session.sizes.tokens(patch)} tokens"
-            session.attempt(what, time_peer, build, patch, taught)
+    sizes, patch = session.sizes, session.sizes.patches[0]
+    for (peer, name), taught in itertools.product(PEERS.items(), (True, False)):
+        what = f"{name}{TAUGHT * taught}, {sizes.tokens(patch)} tokens"
+        with session.attempt(what):
+            for batch in (4, 2, 1):  # the largest that fits
+                try:
+                    seconds = peer_seconds(session, peer, patch, batch, taught)
+                    flops = 3 * Case(patch, sizes.heads[0]).workload(sizes).model.flops * batch / seconds
+                    about = {"mfu": session.mfu(flops), "batch": batch, "tokens": sizes.tokens(patch)}
+                    session.add(f"{what}, batch {batch}", batch / seconds, "samples/s", **about)
+                    break
+                except torch.cuda.OutOfMemoryError:
+                    if batch == 1:
+                        raise
+                session.free()
 
 
-def time_peer(
-    session: Session, what: str, build: type[nn.Module], patch: tuple[int, int], taught: bool
-) -> None:
-    """Measure the largest batch that fits."""
-    sizes = session.sizes
-    shape = (sizes.grid, patch, sizes.variables, sizes.dim, sizes.layers, sizes.heads[0])
-    for batch in (4, 2, 1):
-        try:
-            with session.device:
-                fields, target = torch.randn(2, batch, sizes.variables, *sizes.grid)
-                peer = Peer(build(*shape), F.mse_loss, fields, target, "bfloat16", taught)
-            seconds = session.seconds(peer, 2 if taught else 1, 3)
-            break
-        except torch.cuda.OutOfMemoryError:
-            peer = None
-            session.free()
-            if batch == 1:
-                raise
-    flops = 3 * Case(patch, sizes.heads[0]).workload(sizes).model.flops * batch / seconds
-    about = {"mfu": session.mfu(flops), "batch": batch, "tokens": sizes.tokens(patch)}
-    session.add(f"{what}, batch {batch}", batch / seconds, "samples/s", **about)
+def peer_seconds(session: Session, peer: str, patch: tuple[int, int], batch: int, taught: bool) -> float:
+    with session.device:
+        fields, target = torch.randn(2, batch, session.sizes.variables, *session.sizes.grid)
+        model = PeerModel(peer, session.sizes, patch)
+    predict = torch.compile(model) if taught else model
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-5, betas=(0.9, 0.95), fused=taught)
+
+    def step() -> float:
+        optimizer.zero_grad()
+        with torch.autocast(session.device.type, torch.bfloat16):
+            loss = F.mse_loss(predict(fields), target)
+        loss.backward()
+        optimizer.step()
+        return loss.item()
+
+    return session.seconds(step, 2 if taught else 1, 3)
 
 
 def train(session: Session) -> None:
@@ -577,16 +601,13 @@ def train(session: Session) -> None:
             for job in jobs.values():
                 job.kill_all()
         for name in jobs:
-            session.attempt(f"losses, {name}", compare_losses, name, jobs)
-
-
-def compare_losses(session: Session, _: str, name: str, jobs: dict[str, Job]) -> None:
-    found, reference = losses(jobs[name].folder), losses(jobs["cpu"].folder)
-    if name == "killed":
-        same = found == losses(jobs["undisturbed"].folder)
-        session.add("killed and resumed: the undisturbed run's losses, bit-exact", float(same), "")
-    apart = max(abs(found[step] / reference[step] - 1) for step in reference)
-    session.add(f"largest difference from the CPU's losses, {name}", apart, "of them")
+            with session.attempt(f"losses, {name}"):
+                ours, reference = losses(jobs[name].folder), losses(jobs["cpu"].folder)
+                if name == "killed":
+                    same = float(ours == losses(jobs["undisturbed"].folder))
+                    session.add("killed and resumed: the undisturbed run's losses, bit-exact", same, "")
+                error = max(abs(ours[step] / reference[step] - 1) for step in reference)
+                session.add(f"largest difference from the CPU's losses, {name}", error, "of them")
 
 
 def run_tests(_: Session, which: str) -> None:
@@ -655,56 +676,42 @@ def run_parts(names: list[str], rows: Path, run: str, end: float, rehearse: bool
     return 0
 
 
-def measured(rows: list[Row], **wanted: Any) -> list[Row]:
-    return [row for row in rows if "failed" not in row and all(row.get(k) == v for k, v in wanted.items())]
-
-
-def named(rows: list[Row], what: str, part: str) -> float | None:
-    found = measured(rows, part=part)
-    return next((row["value"] for row in found if row["what"].startswith(what)), None)
-
-
-def best_step(rows: list[Row], length: int, head: int, key: str = "value", **wanted: str) -> float | None:
-    wanted = {"precision": "bf16"} | wanted
-    found = measured(rows, part="steps", length=length, head=head, **wanted)
-    return max(found, key=lambda row: row["value"])[key] if found else None
-
-
-def ratio(above: float | None, below: float | None, less: float = 0.0) -> float | None:
-    return above / below - less if above and below else None
-
-
-def figures(rows: list[Row]) -> dict[str, float | None]:
-    found: dict[str, float | None] = {}
-    bf16 = [best_step(rows, length, 0) for length in (0, 1)]
-    for length in (0, 1):
-        found[f"float8 {length}"] = ratio(best_step(rows, length, 0, precision="float8"), bf16[length])
-        for row in measured(rows, part="windows", length=length):
-            name = f"best {length}{' in windows' if row['windows'] else ''}"
-            found[name] = max(found.get(name) or 0.0, row["value"])
-        found[f"windows {length}"] = ratio(
-            found.get(f"best {length} in windows"), found.get(f"best {length}")
-        )
-        found |= {f"mfu {length} {head}": best_step(rows, length, head, "mfu") for head in (0, 1)}
-    none, selective = (best_step(rows, 0, 0, mode=mode) for mode in ("none", "selective"))
-    found["selective"] = ratio(none, selective, 1.0)
-    for part, key in (("planner", "value"), ("ranks", "error")):
-        for kind in ("time", "memory"):
-            errors = [abs(row[key]) for row in measured(rows, part=part, kind=kind)]
-            found[f"worst {kind} {part}"] = max(errors, default=None)
-            found[f"mean {kind} {part}"] = statistics.mean(errors) if errors else None
-    found["loader over step"] = ratio(named(rows, "samples that the loader gives", "loader"), bf16[0])
-    for name, side in {"tutorial": "tutorial's way", "timm": "timm"}.items():
-        found[name] = ratio(bf16[0], named(rows, side + TAUGHT, "peers"))
-    return found
-
-
 def table(rows: list[Row]) -> str:
-    found = figures(rows)
+    """Return the lines of gpu.toml with what was measured, next to the best known values and the goals."""
+    rows = [row for row in rows if "failed" not in row]
+
+    def best(part: str, key: str = "value", begin: str = "", **wanted: Any) -> float | None:
+        """Return the largest of the rows of a part that have these values; None where there is none."""
+        those = [row for row in rows if row["part"] == part and row["what"].startswith(begin)]
+        those = [row for row in those if all(row.get(name) == value for name, value in wanted.items())]
+        return max((row[key] for row in those if row.get(key) is not None), default=None)
+
+    def ratio(above: float | None, below: float | None) -> float | None:
+        return above / below if above and below else None
+
+    figures: dict[str, float | None] = {}
+    for length in (0, 1):
+        step = partial(best, "steps", length=length)
+        figures[f"float8 {length}"] = ratio(*(step(head=0, precision=name) for name in PRECISIONS[::-1]))
+        pair = (best("windows", length=length, windowed=windowed) for windowed in (True, False))
+        figures[f"windows {length}"] = ratio(*pair)
+        for head in (0, 1):
+            figures[f"mfu {length} {head}"] = step("mfu", head=head, precision="bf16")
+    step = partial(best, "steps", length=0, head=0, precision="bf16")
+    selective = ratio(step(mode="none"), step(mode="selective"))
+    figures["selective"] = selective and selective - 1
+    for kind in ("time", "memory"):
+        errors = [abs(row["value"]) for row in rows if row["part"] == "planner" and row.get("kind") == kind]
+        figures[f"worst {kind} planner"] = max(errors, default=None)
+        figures[f"mean {kind} planner"] = statistics.mean(errors) if errors else None
+    figures["loader over step"] = ratio(best("loader", begin="samples that the loader gives"), step())
+    for peer, name in PEERS.items():
+        figures[peer] = ratio(step(), best("peers", begin=name + TAUGHT))
     lines: list[tuple] = [("", "measured", "best known", "limit", "goal")]
     for what, name, known, limit, goal, form in LISTS["lines"]:
         part, _, begin = name.partition(": ")
-        value, (sign, _, number) = named(rows, begin, part) if begin else found[name], goal.partition(" ")
+        value = best(part, begin=begin) if begin else figures[name]
+        sign, _, number = goal.partition(" ")
         verdict = ""
         if value is not None and goal:
             good = value >= float(number) if sign == ">=" else value <= float(number)
@@ -738,13 +745,11 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as scratch:
         for group in filter(None, groups.values()):
             failed += run_group(group, rows, run, end, options.rehearse, Path(scratch))
-    found = read_lines(rows, run=run)
+    measured = read_lines(rows, run=run)
+    bad = [f"failed: {row['what']}: {row['failed']}" for row in measured if "failed" in row]
     where = torch.cuda.get_device_name() if torch.cuda.is_available() else "a CPU: figures that mean nothing"
-    print(f"\nrows: {rows}\non {where}, torch {torch.__version__}; {len(measured(found))} figures")
-    for row in found:
-        if "failed" in row:
-            print(f"failed: {row['what']}: {row['failed']}")
-    print("\n".join([f"part {name}: failed" for name in failed] + ["", table(found)]))
+    print(f"\nrows: {rows}\non {where}, torch {torch.__version__}; {len(measured) - len(bad)} figures")
+    print("\n".join([*bad, *(f"part {name}: failed" for name in failed), "", table(measured)]))
     return 1 if failed else 0
 
 

@@ -4,7 +4,7 @@
 
 Measures 14 configurations, interleaved, medians; each of them anchors the plans of the 13 others
 (plan.py --anchor): 182 pairs. A step is train.py's, without reading data. The planner's bytes are counted by
-saved_activations.py (what a block keeps), layout_parity.py (what ranks send) and, on a GPU, gpu.py (peaks).
+layout_parity.py (what ranks send) and gpu.py (peaks, on a GPU).
 Ends with 1 when fewer than 85 % of the pairs are within 10 %.
 """
 
@@ -56,7 +56,7 @@ def main() -> int:
         row = {"kind": "time", "what": what, "planned": planned, "measured": measured}
         rows.append(row | {"ratio": planned / measured})
     record("planner_accuracy", rows)
-    print(table(rows, what="<76", planned=">12.4f", measured=">12.4f", ratio=">9.3f"))
+    print(table(rows, "what", "planned", "measured", "ratio"))
     pairs = itertools.permutations((row["ratio"] for row in rows), 2)
     errors = sorted(abs(ratio / of_anchor - 1) for ratio, of_anchor in pairs)
     within, mean = sum(error <= 0.10 for error in errors), statistics.mean(errors)

@@ -20,6 +20,8 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
+import pandas as pd
+
 from benchmarks.results_file import record
 from config import Model
 from parallelisms.degrees import Degrees
@@ -32,6 +34,14 @@ from planning.network import route, seconds
 from planning.step_time import linear_seconds, spread, step_time
 from planning.workload import Workload
 
+RUNS = Path(__file__).with_name("published_runs.toml")
+UNSEEN = RUNS.with_name("published_unseen.toml")
+MACHINES = RUNS.with_name("published_machines.toml")
+KINDS = ("data parallel", "tensor parallel", "context parallel", "pipeline")
+GROUPS = ("seen", "term", "held out")
+LISTS = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
+PYTORCH, VIT = ", PyTorch", "vision transformer"  # Rossby's plans are judged by the first, of their layout
+FEWEST, WIDEST = 5, 1.6  # runs of a kind that has a band, and its ends' ratio
 CAUSAL_BLOCK = 128  # queries or keys of a tile of flash attention: tiles on the diagonal are computed whole
 # Cross-entropy, bytes a logit: to float32 (6), log-softmax (8), its gradient (4 + 12), back (6). Blocks are
 # compiled, the loss is not (TorchTitan's train.py at the end of 2024).
@@ -50,20 +60,19 @@ class LanguageModel(Architecture):
     fused: bool = True  # q, k and v are one product
 
 
-def language_model(
-    tokens: int,
-    dim: int,
-    layers: int,
-    heads: int,
-    mlp_dim: int,
-    vocabulary: int,
-    kv_heads: int = 0,
-    qkv_bias: bool = True,
-    learned_position: bool = False,
-    **kind: Any,
-) -> LanguageModel:
-    """kv_heads: of keys and values, 0: as many as of queries. Tokens are looked up in a table."""
-    biases = kind.get("biases", True)
+def published_model(
+    name: str, tokens: int, models: dict[str, dict[str, Any]], changes: dict[str, Any] | None = None
+) -> Architecture:
+    """Return a language model, which looks up tokens, or a ViT, of which a token's values are given."""
+    keys = models[name]
+    if "vocabulary" not in keys:
+        vit = Model("vit", (1, 1), keys["dim"], keys["layers"], keys["heads"], mlp_dim=keys["mlp_dim"])
+        return architecture_of(vit, (tokens, 1), keys["in_features"], keys["out_features"])
+    kind = keys | (changes or {})
+    dim, layers, heads, mlp_dim = (kind.pop(key) for key in ("dim", "layers", "heads", "mlp_dim"))
+    vocabulary, kv_heads = kind.pop("vocabulary"), kind.pop("kv_heads", 0)  # 0: as many as of queries
+    qkv_bias, biases = kind.pop("qkv_bias", True), kind.get("biases", True)
+    kind.pop("learned_position", False)
 
     def linear(name: str, inputs: int, outputs: int, bias: bool) -> Shapes:
         return {f"{name}.weight": (outputs, inputs)} | ({f"{name}.bias": (outputs,)} if bias else {})
@@ -81,24 +90,15 @@ def language_model(
     return LanguageModel(tokens, dim, layers, heads, 0, vocabulary, flops, block, *ends, **kind)
 
 
-RUNS = Path(__file__).with_name("published_runs.toml")
-UNSEEN = RUNS.with_name("published_unseen.toml")
-MACHINES = RUNS.with_name("published_machines.toml")
-KINDS = ("data parallel", "tensor parallel", "context parallel", "pipeline")
-GROUPS = ("seen", "term", "held out")
-LISTS = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
-PYTORCH, VIT = ", PyTorch", "vision transformer"  # Rossby's plans are judged by the first, of their layout
-# What torch's allocator reserves over what it gives out: 15 % of eight language models on an A100 with 80 GB
-# (GMLake, arxiv.org/abs/2401.08156).
-FEWEST, WIDEST = 5, 1.6  # runs of a kind that has a band, and its ends' ratio
-
-
-def main() -> None:
-    rows = judged_runs()
-    unseen = unseen_runs(rows)
-    record("planner_published", rows + unseen)
-    BANDS.write_text(bands_toml(rows), encoding="utf-8")
-    print(table(rows + unseen), summaries(rows), unseen_summary(unseen, rows), peaks_table(), sep="\n\n")
+def published_runs(file: Path) -> list[tuple[dict[str, Any], Architecture]]:
+    lists = [tomllib.loads(path.read_text(encoding="utf-8")) for path in (RUNS, file)]
+    models, runs = lists[0]["models"] | lists[1]["models"], []
+    for run in lists[1]["run"]:
+        # Models of these programs have a matrix each for q, k and v.
+        is_apart = any(part in run["source"] for part in ("torchtitan", "fms-fsdp"))
+        changes = {"fused": False} if is_apart else {}
+        runs.append(({"use": "unseen"} | run, published_model(run["model"], run["tokens"], models, changes)))
+    return runs
 
 
 def judged_runs() -> list[dict[str, Any]]:
@@ -114,40 +114,18 @@ def unseen_runs(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 def with_neighbours(rows: list[dict[str, Any]], seen: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Return `rows` with what the utilisation of the nearest run of `seen` gives."""
+
+    def distance(one: dict[str, Any], other: dict[str, Any]) -> float:
+        """Return doublings of parameters, tokens and GPUs; 4 more for each other kind of run."""
+        sizes = sum(abs(math.log2(one[key] / other[key])) for key in ("parameters", "tokens", "devices"))
+        kinds = ("peak", "float8", "dtype", "checkpointing", "language")
+        return sizes + 4 * sum(one[key] != other[key] for key in kinds)
+
     for row in rows:
-        nearest = min((other for other in seen if other is not row), key=lambda other: distance(row, other))
+        nearest = min((other for other in seen if other is not row), key=lambda other: distance(row, other))  # noqa: B023
         row["neighbour"] = nearest["what"]
         row["neighbour_error"] = nearest["published_mfu"] / row["published_mfu"] - 1
     return rows
-
-
-def distance(one: dict[str, Any], other: dict[str, Any]) -> float:
-    """Return doublings of parameters, tokens and GPUs; 4 more for each other kind of run."""
-    sizes = sum(abs(math.log2(one[key] / other[key])) for key in ("parameters", "tokens", "devices"))
-    kinds = ("peak", "float8", "dtype", "checkpointing", "language")
-    return sizes + 4 * sum(one[key] != other[key] for key in kinds)
-
-
-def published_runs(file: Path) -> list[tuple[dict[str, Any], Architecture]]:
-    lists = [tomllib.loads(path.read_text(encoding="utf-8")) for path in (RUNS, file)]
-    models, runs = lists[0]["models"] | lists[1]["models"], []
-    for run in lists[1]["run"]:
-        # Models of these programs have a matrix each for q, k and v.
-        apart = any(part in run["source"] for part in ("torchtitan", "fms-fsdp"))
-        changes = {"fused": False} if apart else {}
-        runs.append(({"use": "unseen"} | run, published_model(run["model"], run["tokens"], models, changes)))
-    return runs
-
-
-def published_model(
-    name: str, tokens: int, models: dict[str, dict[str, Any]], changes: dict[str, Any] | None = None
-) -> Architecture:
-    """A language model, or a ViT, of which a token's values are given."""
-    keys = dict(models[name])
-    if "vocabulary" in keys:
-        return language_model(tokens, **keys | (changes or {}))
-    model = Model("vit", (1, 1), keys["dim"], keys["layers"], keys["heads"], mlp_dim=keys["mlp_dim"])
-    return architecture_of(model, (tokens, 1), keys["in_features"], keys["out_features"])
 
 
 @dataclass(frozen=True)
@@ -212,14 +190,14 @@ class OtherDevice(Device):
         """Part of the casts to float8: torchao gathers inputs of column-wise matrices, and gradients of the
         outputs of row-wise ones, that the rank of their tokens has cast.
         """
-        tp, whole, found = self.work.degrees.tp, 0.0, 0.0
+        tp, all_casts, here = self.work.degrees.tp, 0.0, 0.0
         for name, shape in cut(self.model.block, tp).items():
             if len(shape) == 2:
                 cast, rest = FLOAT8_CAST * shape[0 if backward else 1], FLOAT8_TRANSPOSE * sum(shape)
                 is_gathered = not self.model.fused and (name in ROW) == backward
-                found += cast / (tp if is_gathered else 1) + rest * backward
-                whole += cast + rest * backward
-        return found / whole
+                here += cast / (tp if is_gathered else 1) + rest * backward
+                all_casts += cast + rest * backward
+        return here / all_casts
 
 
 def is_nvidias(run: dict[str, Any]) -> bool:
@@ -340,69 +318,50 @@ def label(run: dict[str, Any], work: Workload) -> str:
     return f"{run['model']} {tokens} {run['cluster']}: {layout}, {kind}{compiled}{recomputed}{schedule}"
 
 
-def table(rows: list[dict[str, Any]]) -> str:
-    """Tokens/s of one GPU, or samples/s of all; "copied": with the nearest known run's utilisation."""
-    heads = f"{'published':>10}{'planned':>10} {'unit':<8}{'error':>8}{'copied':>9}"
-    lines = [f"{'run':<80}{heads}  use      kind, framework"]
-    for row in rows:
-        digits = 2 if row["published"] < 10 else 0
-        numbers = f"{row['published']:>10,.{digits}f}{row['predicted']:>10,.{digits}f} "
-        errors = f"{row['error']:>+8.1%}{row['neighbour_error']:>+9.1%}"
-        where = f"{row['group']:<9}{row['kind']}, {row['framework']}"
-        lines.append(f"{row['what']:<80}{numbers}{row['unit'].split('/')[0]:<8}{errors}  {where}")
-    return "\n".join(lines)
+def error_table(groups: dict[str, list[dict[str, Any]]], known: dict[str, Band]) -> str:
+    """Return a line a group: runs, those inside their kind's band, errors of the planner and of copying."""
+    lines = {}
+    for name, rows in groups.items():
+        with_band = [row for row in rows if row["kind"] in known]
+        bands = [(known[row["kind"]], 1 + row["error"]) for row in with_band]
+        inside = sum(band.fastest <= factor <= band.slowest for band, factor in bands)
+        line: dict[str, Any] = {"runs": len(rows), "in band": f"{inside}/{len(with_band)}"}
+        for key, suffix in (("error", ""), ("neighbour_error", ", copied")):
+            errors = [abs(row[key]) for row in rows if key in row]
+            if errors:
+                line[f"10 %{suffix}"] = sum(error <= 0.10 for error in errors)
+                line[f"20 %{suffix}"] = sum(error <= 0.20 for error in errors)
+                line[f"mean{suffix}"] = f"{statistics.mean(errors):.1%}"
+                line[f"median{suffix}"] = f"{statistics.median(errors):.1%}"
+        lines[name] = line | {"signed median": f"{statistics.median(row['error'] for row in rows):+.1%}"}
+    return pd.DataFrame.from_dict(lines, orient="index").to_string()
 
 
 def summaries(rows: list[dict[str, Any]]) -> str:
-    """Return a line a use and kind: errors of the planner, and of the nearest run's utilisation."""
-    heads = "".join(f"  {name:<23}" for name in ("planner", "nearest run's MFU"))
-    columns = "".join(f"{'10 %':>5}{'20 %':>5}{'mean':>7}{'med.':>7} " for _ in range(2))
-    lines = [f"{'':<53}{heads}", f"{'use, kind':<40}{'runs':>5}{'in band':>9}{columns}"]
+    """Return a line a use and kind, and a line a kind of pairs of which one is the other's anchor."""
+    groups: dict[str, list[dict[str, Any]]] = {}
     for group in GROUPS:
-        found = [row for row in rows if row["group"] == group]
-        for kind in sorted({row["kind"] for row in found}):
-            lines.append(summary(f"  {kind}", [row for row in found if row["kind"] == kind], rows))
-        lines.append(summary(group, found, rows))
-    lines += [summary("all", rows, rows), "", f"{'':<54}{'10 %':>5}{'20 %':>5}{'mean':>7}{'med.':>7}"]
-    factors = {kind: anchored_factors(rows, kind) for kind in KINDS}
-    for kind, found in (*factors.items(), ("all", sum(factors.values(), []))):
-        if errors := [abs(1 - 1 / factor) for factor in found]:
-            lines.append(f"{f'anchored, {kind}: {len(errors)} pairs':<54}{accuracy(errors)}")
-    return "\n".join(lines)
-
-
-def summary(name: str, found: list[dict[str, Any]], rows: list[dict[str, Any]]) -> str:
+        own = [row for row in rows if row["group"] == group]
+        kinds = sorted({row["kind"] for row in own})
+        groups |= {f"{group}: {kind}": [row for row in own if row["kind"] == kind] for kind in kinds}
+        groups[group] = own
     known = bands_by_kind([row for row in rows if row["group"] != "held out"])
-    judged_by = [(row, known[row["kind"]]) for row in found if row["kind"] in known]
-    inside = sum(band.fastest <= 1 + row["error"] <= band.slowest for row, band in judged_by)
-    share = f"{inside}/{len(judged_by)}" if judged_by else "-"
-    errors = ([abs(row[key]) for row in found] for key in ("error", "neighbour_error"))
-    return f"{name:<40}{len(found):>5}{share:>9}" + "".join(map(accuracy, errors))
+    factors = {kind: anchored_factors(rows, kind) for kind in KINDS}
+    factors["all"] = sum(factors.values(), [])
+    pairs = {
+        f"anchored, {kind}": [{"kind": "", "error": 1 - 1 / factor} for factor in values]
+        for kind, values in factors.items()
+        if values
+    }
+    return f"{error_table(groups | {'all': rows}, known)}\n\n{error_table(pairs, known)}"
 
 
 def unseen_summary(unseen: list[dict[str, Any]], rows: list[dict[str, Any]]) -> str:
     """Return a line for all unseen runs, those of papers' tables, and each program, with bands of `rows`."""
-    known = bands_by_kind(rows)
-    groups = {"unseen": unseen, "  of a paper's table": [row for row in unseen if row["paper_table"]]}
+    groups = {"unseen": unseen, "of a paper's table": [row for row in unseen if row["paper_table"]]}
     for name in sorted({row["framework"] for row in unseen}):
-        groups[f"  {name}"] = [row for row in unseen if row["framework"] == name]
-    lines = [
-        f"{'no constant was chosen by these':<40}{'runs':>5}{'in band':>9}{'10 %':>5}{'20 %':>5}{'mean':>7}"
-    ]
-    lines[0] += f"{'med.':>7}{'signed':>8}"
-    for name, group in groups.items():
-        with_band = [row for row in group if row["kind"] in known]
-        factors = [(1 + row["error"], known[row["kind"]]) for row in with_band]
-        inside = sum(band.fastest <= factor <= band.slowest for factor, band in factors)
-        errors = [row["error"] for row in group]
-        numbers = f"{len(group):>5}{f'{inside}/{len(with_band)}':>9}{accuracy(list(map(abs, errors)))}"
-        lines.append(f"{name:<40}{numbers.rstrip()}{statistics.median(errors):>+8.1%}")
-    return "\n".join(lines)
-
-
-def accuracy(errors: list[float]) -> str:
-    tenth, fifth = (sum(error <= limit for error in errors) for limit in (0.10, 0.20))
-    return f"{tenth:>5}{fifth:>5}{statistics.mean(errors):>7.1%}{statistics.median(errors):>7.1%} "
+        groups[name] = [row for row in unseen if row["framework"] == name]
+    return error_table(groups, bands_by_kind(rows))
 
 
 def anchored_factors(rows: list[dict[str, Any]], kind: str) -> list[float]:
@@ -426,23 +385,17 @@ def bands_by_kind(rows: list[dict[str, Any]]) -> dict[str, Band]:
 
 def bands(rows: list[dict[str, Any]]) -> dict[str, Band]:
     """Bands that plan.py prints, from all runs: of layouts in PyTorch, and anchored by another run."""
-    found = {
-        kind.removesuffix(PYTORCH): each for kind, each in bands_by_kind(rows).items() if PYTORCH in kind
-    }
-    found |= {ANCHORED + kind: band(anchored_factors(rows, kind)) for kind in KINDS}
-    return {kind: each for kind, each in found.items() if is_useful(each)}
+    of_kinds = {k.removesuffix(PYTORCH): v for k, v in bands_by_kind(rows).items() if PYTORCH in k}
+    of_kinds |= {ANCHORED + kind: band(anchored_factors(rows, kind)) for kind in KINDS}
+    return {k: v for k, v in of_kinds.items() if v.runs >= FEWEST and v.slowest <= WIDEST * v.fastest}
 
 
 def band(*programs: list[float]) -> Band:
     """Four fifths of the factors of each program are inside; ends are rounded outwards."""
-    inner = [sorted(each)[len(each) // 10 : len(each) - len(each) // 10] for each in programs]
+    inner = [sorted(factors)[len(factors) // 10 : len(factors) - len(factors) // 10] for factors in programs]
     low, high = math.floor(1000 * min(map(min, inner))), math.ceil(1000 * max(map(max, inner)))
-    factors = [factor for each in programs for factor in each]
+    factors = [factor for factors in programs for factor in factors]
     return Band(len(factors), low / 1000, round(statistics.median(factors), 3), high / 1000)
-
-
-def is_useful(band: Band) -> bool:
-    return band.runs >= FEWEST and band.slowest <= WIDEST * band.fastest
 
 
 def bands_toml(rows: list[dict[str, Any]]) -> str:
@@ -452,50 +405,55 @@ def bands_toml(rows: list[dict[str, Any]]) -> str:
         f"# Four fifths of each program's runs are inside; {FEWEST} runs at least, {WIDEST} wide at most.\n"
     )
     tables = (
-        f'"{kind}" = {{ ' + ", ".join(f"{key} = {value}" for key, value in vars(found).items()) + " }\n"
-        for kind, found in bands(rows).items()
+        f'"{kind}" = {{ ' + ", ".join(f"{key} = {value}" for key, value in vars(band).items()) + " }\n"
+        for kind, band in bands(rows).items()
     )
     return head + "".join(tables)
 
 
 def peaks_table() -> str:
     """Peaks of reserved memory as TorchTitan prints them, GiB. None is held out."""
-    lines = [f"{'peak of reserved memory, GiB':<92}{'published':>10}{'planned':>9}{'slack':>7}{'error':>8}"]
+    lines = []
     for run, model in published_runs(RUNS):
-        if published := run.get("peak_gib"):
-            work = workload(run, model)
-            peak = allocated_peak(run, work) / GIB
-            planned = peak * (1 + ALLOCATOR_SLACK)
-            numbers = f"{published:>10.1f}{planned:>9.1f}{planned - peak:>7.1f}"
-            lines.append(f"{label(run, work):<92}{numbers}{planned / published - 1:>+8.1%}")
-    return "\n".join(lines)
+        if "peak_gib" not in run:
+            continue
+        work, more = workload(run, model), 0.0
+        if is_half := run.get("ac_mode") == "every_second_product":
+            # Recomputes wk, wo and w3: keeps attention's output, wq, wv, w1 and w2 next to the block's input.
+            units = 2 + (model.qkv_features / model.dim - 1) / 2 + model.mlp_dim / model.dim + 1
+            work = work.replace(ac_mode="full")
+            more = work.rank_layers * units * unit_bytes(work)
+        moments = memory(work).moments
+        # Logits are in float32, with their log-softmax and its gradient, with tensor parallelism once more;
+        # of a compiled loss there is the gradient in half precision. Blocks of 405B are gathered in float8.
+        logits = 4 * work.states_at_once * work.rank_tokens * model.out_features
+        if work.degrees.pp == 1:
+            parts = 0.5 if run.get("compiled_loss", False) else 3 + (work.degrees.tp > 1)
+            moments["loss"]["loss"] = logits * parts
+        elif work.float8:
+            gathered = work.rank_layers * padded(cut(model.block, work.degrees.tp), work.fsdp_ranks)
+            moments = {name: {**parts, "float8": -gathered} for name, parts in moments.items()}
+        sums = [sum(parts.values()) for parts in moments.values() if "activations" in parts or not is_half]
+        peak, published = (max(sums) + more) / GIB, run["peak_gib"]
+        planned = peak * (1 + ALLOCATOR_SLACK)
+        line = {"peak of reserved memory, GiB": label(run, work), "published": published, "planned": planned}
+        lines.append(line | {"slack": planned - peak, "error": f"{planned / published - 1:+.1%}"})
+    return pd.DataFrame(lines).to_string(index=False, float_format="%.1f")
 
 
-def allocated_peak(run: dict[str, Any], work: Workload) -> float:
-    """Bytes of the planner's moments, with what TorchTitan does otherwise."""
-    compiled_loss = run.get("compiled_loss", False)
-    if run.get("ac_mode") != "every_second_product":
-        return max(sum(parts.values()) for parts in moments(work, compiled_loss))
-    # Recomputes wk, wo and w3: keeps attention's output, wq, wv, w1 and w2 next to the block's input.
-    model, kept = work.model, work.replace(ac_mode="full")
-    units = 2 + (model.qkv_features / model.dim - 1) / 2 + model.mlp_dim / model.dim + 1
-    more = work.rank_layers * units * unit_bytes(work)
-    return max(sum(parts.values()) + more for parts in moments(kept, compiled_loss) if "activations" in parts)
-
-
-def moments(work: Workload, compiled_loss: bool) -> list[dict[str, float]]:
-    """Logits are in float32, with their log-softmax and its gradient, with tensor parallelism once more.
-
-    Of a compiled loss there is the gradient in half precision. Blocks of 405B are gathered in float8.
-    """
-    found = memory(work).moments
-    logits = 4 * work.states_at_once * work.rank_tokens * work.model.out_features
-    if work.degrees.pp == 1:
-        found["loss"]["loss"] = logits * (0.5 if compiled_loss else 3 + (work.degrees.tp > 1))
-    elif work.float8:
-        gathered = work.rank_layers * padded(cut(work.model.block, work.degrees.tp), work.fsdp_ranks)
-        found = {name: {**parts, "float8": -gathered} for name, parts in found.items()}
-    return list(found.values())
+def main() -> None:
+    rows = judged_runs()
+    unseen = unseen_runs(rows)
+    record("planner_published", rows + unseen)
+    BANDS.write_text(bands_toml(rows), encoding="utf-8")
+    # Tokens/s of one GPU, or samples/s of all; "copied": with the nearest known run's utilisation.
+    names = {"what": "run", "predicted": "planned", "neighbour_error": "copied", "group": "use"}
+    frame: Any = pd.DataFrame(rows + unseen).rename(columns=names)
+    frame = frame[["run", "published", "planned", "unit", "error", "copied", "use", "kind", "framework"]]
+    formatters: Any = dict.fromkeys(("error", "copied"), "{:+.1%}".format)
+    formatters |= dict.fromkeys(("published", "planned"), "{:,.5g}".format)
+    print(frame.to_string(index=False, formatters=formatters))
+    print(summaries(rows), unseen_summary(unseen, rows), peaks_table(), sep="\n\n")
 
 
 if __name__ == "__main__":

@@ -40,8 +40,11 @@ class RandomRun:
         mesh, memory = mesh_of(config.parallelism, device), nullcontext() if drawn_here else None
         self.assembly = assemble(config, fields, mesh, device, memory=memory)
         self.model = self.assembly.model
-        if drawn_here:
-            self._draw_weights()
+        with torch.no_grad():
+            for name, parameter in self.model.parameters.items() if drawn_here else ():
+                std = self.assembly.meta_model.initial_std(name)
+                start = 0.0 if std is not None or name.endswith("bias") else 1.0
+                torch.nn.init.normal_(parameter, start, std or 0.0)
         area, self.state = area_weights(fields.grid.latitude), build_state(config, self.assembly)
         states = config.data.history + max(config.training.rollout_steps)
         shape = (config.training.local_batch_size, states, num_variables, *grid_shape)
@@ -52,13 +55,6 @@ class RandomRun:
         self.run = Run(config, self.assembly, self.state, area, self.global_batch)
         self.objective = self.run.objective
         self.model.train()
-
-    def _draw_weights(self) -> None:
-        with torch.no_grad():
-            for name, parameter in self.model.parameters.items():
-                std = self.assembly.meta_model.initial_std(name)
-                start = 0.0 if std is not None or name.endswith("bias") else 1.0
-                torch.nn.init.normal_(parameter, start, std or 0.0)
 
     def step(self) -> StepResult:
         self.number += 1

@@ -12,9 +12,8 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any, TypeVar
 
+import pandas as pd
 import torch
-
-from command_line import text_table
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks/results"
@@ -57,13 +56,14 @@ def parse(doc: str | None, commands: Iterable[str] = (), **defaults: Any) -> Nam
     if names := [*commands]:
         parser.add_argument("command", nargs="?", choices=names, default=names[0])
     for name, default in defaults.items():
-        how: dict[str, Any] = {"nargs": "+"} if isinstance(default, tuple) else {}
-        (kind,) = {*map(type, default)} or {str} if how else {type(default)}
-        how |= {"action": "store_true"} if kind is bool else {"type": kind}
         if default == ():
             parser.add_argument(name, nargs="*")
+        elif default is False:
+            parser.add_argument(f"--{name}", action="store_true")
+        elif isinstance(default, tuple):
+            parser.add_argument(f"--{name}", default=default, nargs="+", type=type(default[0]))
         else:
-            parser.add_argument(f"--{name}", default=default, **how)
+            parser.add_argument(f"--{name}", default=default, type=type(default))
     return parser.parse_args()
 
 
@@ -81,11 +81,10 @@ def read_lines(path: Path, **wanted: Any) -> list[dict[str, Any]]:
     return [row for row in rows if all(row.get(key) == value for key, value in wanted.items())]
 
 
-def table(rows: Iterable[dict[str, Any]], **columns: str) -> str:
-    """Return rows as lines of text. columns: a key of the rows, with _ for a space, and its format."""
-    heads = [name.replace("_", " ") for name in columns]
-    lines = [[row.get(name, row.get(name.replace("_", " "))) for name in columns] for row in rows]
-    return text_table(" ".join(columns.values()), [heads, *lines])
+def table(rows: Iterable[dict[str, Any]], *columns: str) -> str:
+    """Return these columns of the rows as lines of text, numbers to four digits."""
+    frame = pd.DataFrame(rows, columns=[*columns])
+    return frame.to_string(index=False, na_rep="", float_format="{:.4g}".format)
 
 
 def clock(run: Callable[[], Any]) -> float:
@@ -99,9 +98,9 @@ def clock(run: Callable[[], Any]) -> float:
 
 def in_turns(rounds: int, measures: dict[str, Callable[[], T]], warm_up: int = 0) -> dict[str, list[T]]:
     """Return what each measures, round by round, after rounds that do not count."""
-    found: dict[str, list[T]] = {name: [] for name in measures}
+    values: dict[str, list[T]] = {name: [] for name in measures}
     for number in range(-warm_up, rounds):
         for name, measure in measures.items():
             value = measure()
-            found[name] += [value] if number >= 0 else []
-    return found
+            values[name] += [value] if number >= 0 else []
+    return values

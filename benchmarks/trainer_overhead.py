@@ -1,16 +1,12 @@
-"""Time that train.py adds to a bare loop around the same compiled model, and fingerprints or a save to steps.
+"""Time that train.py adds to a bare loop around the same compiled model, and a save to the steps after it.
 
     .venv/bin/python benchmarks/trainer_overhead.py [--rounds 5] [--steps 30]
-    .venv/bin/python benchmarks/trainer_overhead.py fingerprints
     .venv/bin/python benchmarks/trainer_overhead.py saves [--rounds 7] [--dim 768] [--folder DIR]
 
 The trainer reads, normalises and cuts batches, seeds, judges each step, agrees with other ranks, counts and
 logs every tenth step; the bare loop has a batch at hand and does forward, loss, backward, clipping, AdamW and
 zero_grad. They take turns, a fresh run each, the first ten steps not counted; medians. Checkpoints,
 validation and profiling are off: they have benchmarks of their own. Asked: 1.01 x.
-
-fingerprints: two ranks of DDP (all weights are compared) and of tensor parallelism (norms and biases alone)
-train the demo's model; steps and comparisons of the weights alternate, medians.
 
 saves: rounds alternate: ten steps of a ViT without a save, then for each mode a save and ten steps. A mode's
 excess is the time beyond that of the ten steps without one in the same round; medians. Ends with 1 when the
@@ -45,11 +41,9 @@ from checkpoints.checkpointer import Checkpointer
 from config import Checkpoint, Config, Model, Optimizer, Training
 from datasets.selection import open_selection
 from parallelisms.mesh import start_ranks
-from tests.distributed import Ranks
-from tests.parity import Layout, SmallRun, cut, replicate, tp
+from tests.parity import cut
 from tests.started_jobs import records
 from train import train
-from training.bad_steps import FINGERPRINT_STEPS, Fingerprints
 from training.config_checks import load_checked
 from training.gradients import total_norm
 from training.optimizers.build import set_lr
@@ -60,20 +54,14 @@ OPTIONS = (
     "--model.num_layers=6 --model.num_heads=6 --training.local_batch_size=16 --compile.enable "
     "--checkpoint.enable=false --validation.enable=false --profiling.enable_profiling=false"
 ).split()
-COMPARED = (("dim", 192), ("num_layers", 4), ("num_heads", 4), ("mlp_dim", 768), ("patch_size", (4, 4)))
 
 
-def main() -> int:
-    commands = {"loop": measure_loop, "fingerprints": measure_fingerprints, "saves": measure_saves}
-    options = parse(__doc__, commands, rounds=0, steps=30, dim=0, folder="")
-    rounds = {"loop": 5, "fingerprints": 15, "saves": 7}[options.command]
-    return commands[options.command](options, options.rounds or rounds)
-
-
-def measure_loop(options: argparse.Namespace, rounds: int) -> int:
-    steps, numbers = options.steps, itertools.count()
+def measure_loop(options: argparse.Namespace) -> int:
+    steps, rounds, numbers = options.steps, options.rounds or 5, itertools.count()
     require(rounds * (steps // LOG_FREQ), 2, f"intervals of {LOG_FREQ} steps in {rounds} rounds of {steps}")
     with tempfile.TemporaryDirectory() as folder:
+        words = [*OPTIONS, f"--model.dim={options.dim or 384}", f"--metrics.log_freq={LOG_FREQ}"]
+        words.append(f"--training.steps={steps + LOG_FREQ}")
 
         def trainer() -> list[float]:
             config = load_checked([*words, f"--job.dump_folder={folder}/{next(numbers)}"])
@@ -81,17 +69,14 @@ def measure_loop(options: argparse.Namespace, rounds: int) -> int:
             rows = records(config.dump_folder)
             return [row["step_seconds"] for row in rows if row.get("step", 0) > LOG_FREQ]
 
-        words = [*OPTIONS, f"--model.dim={options.dim or 384}", f"--metrics.log_freq={LOG_FREQ}"]
-        words.append(f"--training.steps={steps + LOG_FREQ}")
         ways = {"train.py": trainer, "bare loop": lambda: bare_loop(load_checked(words), steps)}
-        times = {name: sum(found, []) for name, found in in_turns(rounds, ways).items()}
-    seconds = {name: statistics.median(found) for name, found in times.items()}
-    ratio = seconds["train.py"] / seconds["bare loop"]
-    row = {"seconds": seconds, "ratio": ratio, "rounds": rounds}
+        times = {name: sum(lists, []) for name, lists in in_turns(rounds, ways).items()}
+    seconds = {name: statistics.median(values) for name, values in times.items()}
+    row = {"seconds": seconds, "ratio": seconds["train.py"] / seconds["bare loop"], "rounds": rounds}
     record("trainer_overhead", [row])
-    print(table([seconds | row], **{"train.py": ">10.4f", "bare loop": ">11.4f"}, ratio=">8.3f"))
+    print(table([seconds | row], *ways, "ratio"))
     print(f"\nseconds a step; asked: a ratio of at most {LIMIT}")
-    return 0 if ratio <= LIMIT else 1
+    return 0 if row["ratio"] <= LIMIT else 1
 
 
 def bare_loop(config: Config, steps: int) -> list[float]:
@@ -114,36 +99,9 @@ def bare_loop(config: Config, steps: int) -> list[float]:
             run.state.optimizer.step()
             model.zero_grad()
 
-    found = [clock(some_steps) / LOG_FREQ for _ in range(1 + steps // LOG_FREQ)]
+    seconds = [clock(some_steps) / LOG_FREQ for _ in range(1 + steps // LOG_FREQ)]
     dist.destroy_process_group()
-    return found[1:]
-
-
-def measure_fingerprints(_: argparse.Namespace, rounds: int) -> int:
-    ranks, rows = Ranks(2), []
-    for name, layout in {"2 replicas": replicate(2), "tp 2": tp(2)}.items():
-        step, comparison, size = ranks.run(step_and_compare, layout, rounds, timeout=300)[0]
-        share = comparison / (FINGERPRINT_STEPS * step)
-        rows.append({"layout": name, "step": step, "comparison": comparison, "bytes": size, "share": share})
-    ranks.stop()
-    record("fingerprints", rows)
-    print(f"share of {FINGERPRINT_STEPS} steps:")
-    columns = {"layout": "<12", "bytes": ">10", "step": ">10.4f", "comparison": ">12.6f"}
-    print(table(rows, **columns, share=">10.4%"))
-    return 0
-
-
-def step_and_compare(layout: dict[str, Any], rounds: int) -> tuple[float, float, int]:
-    """Return seconds of a step and of a comparison (medians), and bytes of weights of this rank."""
-    run = SmallRun(Layout(2, layout, grid=(32, 64), model=COMPARED))
-    fingerprints, numbers = Fingerprints(run.model), itertools.count()
-    ways = {
-        "step": lambda: clock(lambda: run.step(0)),
-        "comparison": lambda: clock(lambda: fingerprints.compare(next(numbers), saves=True)),
-    }
-    step, comparison = map(statistics.median, in_turns(rounds, ways).values())
-    size = sum(p.numel() * p.element_size() for shard in fingerprints.shards.values() for p in shard.values())
-    return step, comparison, size
+    return seconds[1:]
 
 
 STEPS = 10
@@ -173,6 +131,7 @@ class Saving(RandomRun):
 
 
 def measure_excess(training: Saving, folder: Path, rounds: int) -> tuple[dict[str, float], float]:
+    """Return the excess seconds of ten steps after a save by mode, and those of a step without one."""
     own = {m: Checkpointer(folder / m, Checkpoint(async_mode=m, keep_latest_k=1), "", {}) for m in OURS}
     for checkpointer in own.values():
         checkpointer.start_process()
@@ -194,21 +153,21 @@ def measure_excess(training: Saving, folder: Path, rounds: int) -> tuple[dict[st
         return seconds
 
     ways = {"": lambda: training.ten_steps(lambda: None, lambda: None), PLAIN: save_plainly}
-    found = in_turns(rounds, ways | {mode: partial(save, own[mode]) for mode in OURS}, warm_up=1)
+    times = in_turns(rounds, ways | {mode: partial(save, own[mode]) for mode in OURS}, warm_up=1)
     for checkpointer in own.values():
         assert not checkpointer.last_error
         checkpointer.close()
-    base = found.pop("")
-    pairs = {mode: zip(seconds, base, strict=True) for mode, seconds in found.items()}
+    base = times.pop("")
+    pairs = {mode: zip(seconds, base, strict=True) for mode, seconds in times.items()}
     excess = {mode: statistics.median(s - b for s, b in both) for mode, both in pairs.items()}
     return excess, statistics.median(base) / STEPS
 
 
-def measure_saves(options: argparse.Namespace, rounds: int) -> int:
+def measure_saves(options: argparse.Namespace) -> int:
     """Use one thread, so that the other core is free for the writer, like host cores on a GPU node."""
     os.environ["OMP_NUM_THREADS"] = "1"
     torch.set_num_threads(1)
-    device = start_ranks(600)
+    device, rounds = start_ranks(600), options.rounds or 7
     torch.manual_seed(0)
     training = Saving(options.dim or 768, device)
     with tempfile.TemporaryDirectory(dir=options.folder or None) as folder:
@@ -216,12 +175,12 @@ def measure_saves(options: argparse.Namespace, rounds: int) -> int:
     dist.destroy_process_group()
     record("checkpoint_stall", [{"step_seconds": step, "excess_seconds": excess, "rounds": rounds}])
     print(f"step {step:.3f} s, medians of {rounds} rounds\n")
-    rows = [
-        {"mode": m, "excess": seconds, "x plain": seconds / excess[PLAIN]} for m, seconds in excess.items()
-    ]
-    print(table(rows, mode="<24", excess=">9.3f", x_plain=">9.2f"))
+    rows = [{"mode": m, "excess": s, "x plain": s / excess[PLAIN]} for m, s in excess.items()]
+    print(table(rows, "mode", "excess", "x plain"))
     return int(excess["async_with_pinned_mem"] > 0.35 * excess[PLAIN])
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    commands = {"loop": measure_loop, "saves": measure_saves}
+    options = parse(__doc__, commands, rounds=0, steps=30, dim=0, folder="")
+    sys.exit(commands[options.command](options))

@@ -37,7 +37,6 @@ PICKLES = {
     "tests/test_exact_resume.py",  # what torch's own tool makes of a checkpoint
     "benchmarks/attack.py",  # a crafted one
     "benchmarks/odd_inputs.py",  # cases, for the processes that check them
-    "benchmarks/oracle.py",
 }
 CONFIGURATIONS = sorted([*(ROOT / "train_configs").rglob("*.toml"), *(ROOT / "tests/configs").glob("*.toml")])
 CONFIG_HEADER = ("Command:", "Hardware:", "Time:", "Memory:", "Score:")
@@ -227,8 +226,6 @@ BACKWARD = {
     "parallelisms/parallelize.py",
     "planning/dry_run.py",
     "benchmarks/gpu.py",
-    "benchmarks/saved_activations.py",
-    "benchmarks/step_time.py",
 }
 
 
