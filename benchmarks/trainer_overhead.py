@@ -52,6 +52,7 @@ from training.process_settings import retain_memory
 LOG_FREQ, LIMIT = 10, 1.01
 OPTIONS = (
     "--model.num_layers=6 --model.num_heads=6 --training.local_batch_size=16 --compile.enable "
+    "--optimizer.name=AdamW --optimizer.lr=1e-3 "
     "--checkpoint.enable=false --validation.enable=false --profiling.enable_profiling=false"
 ).split()
 

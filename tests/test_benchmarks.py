@@ -54,3 +54,12 @@ def test_a_small_run_prints_its_table(tmp_path, run: str, last: str, codes: tupl
     assert done.returncode in codes, done.stderr
     lines = (done.stdout if done.returncode != 2 else done.stderr).splitlines()
     assert last in lines[-1] and (done.returncode != 2 or len(lines) == 1)
+
+
+def test_the_steps_that_are_compared_can_be_taken(one_rank) -> None:
+    """Those of step_time.py need the tutorial's code, and minutes."""
+    from benchmarks.step_time import STEPS, build_rossby
+
+    build_rossby("", 64, "float32")
+    losses = [STEPS["rossby, sdpa"]() for _ in range(2)]
+    assert losses[1] < losses[0]

@@ -226,6 +226,7 @@ BACKWARD = {
     "parallelisms/parallelize.py",
     "planning/dry_run.py",
     "benchmarks/gpu.py",
+    "benchmarks/step_time.py",
 }
 
 
