@@ -43,7 +43,8 @@ def store(tmp_path_factory) -> Path:
     num_dates, longitude, latitude = 112, np.arange(64) * 5.625, -87.1875 + np.arange(32) * 5.625
     east, north = np.deg2rad(longitude)[:, None], np.deg2rad(latitude)
     phase = 0.3 * np.arange(num_dates)[:, None, None]
-    waves = sum(np.cos(north) * np.sin(k * east - k * phase + k) / k for k in (2, 3, 5)).astype("f4")
+    each = [np.cos(north) * np.sin(k * east - k * phase + k) / k for k in (2, 3, 5)]
+    waves = np.sum(each, axis=0).astype("f4")
     heights = np.linspace(1.2, 0.4, len(LEVELS), dtype="f4")[:, None, None]
     plane, data = ("longitude", "latitude"), {}
     for number, (name, about) in enumerate((UPPER | SURFACE | STATIC).items()):
