@@ -67,7 +67,7 @@ def test_a_small_run_prints_its_table(tmp_path, monkeypatch, run: str, last: str
     """In this process."""
     monkeypatch.setenv(FOLDER_VARIABLE, str(tmp_path))
     name, *words = shlex.split(run)
-    main = partial(runpy.run_path, str(ROOT / f"benchmarks/{name}.py"), run_name="__main__")
+    main: Any = partial(runpy.run_path, str(ROOT / f"benchmarks/{name}.py"), run_name="__main__")
     check_output(run_main(main, *words), last, codes)
 
 
