@@ -6,9 +6,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from config import ActivationCheckpoint, Float8, Lora, Model
@@ -205,30 +202,3 @@ def test_gradients_are_those_without_it(mode: str, options: dict) -> None:
     assert list(plain) == list(recomputed)
     for name in plain:
         assert torch.equal(plain[name], recomputed[name]), name
-
-
-@pytest.mark.parametrize("mode", RECOMPUTING)
-def test_compiled_with_fsdp(mode: str, one_rank: torch.device) -> None:
-    """tests/test_parity.py has it without compile."""
-    model, expected = build(mode), gradients(build("none"))
-    apply_compile(model, backend="aot_eager")
-    mesh = init_device_mesh(one_rank.type, (1,))
-    for block in model.blocks.values():
-        fully_shard(block, mesh=mesh)
-    fully_shard(model, mesh=mesh)
-    for name, gradient in gradients(model).items():
-        torch.testing.assert_close(gradient.full_tensor(), expected[name], rtol=1e-5, atol=1e-7)  # type: ignore[operator]
-
-
-@pytest.mark.parametrize("mode", ("full", "selective"))
-def test_compiled_with_dtensor_parameters(mode: str, one_rank: torch.device) -> None:
-    """Tensor parallelism over one rank; its "full" needs another way under compile (torch 2.13)."""
-    model, expected = build("none"), gradients(build("none"))
-    plan = {"mlp.up": ColwiseParallel(), "mlp.down": RowwiseParallel()}
-    for block in model.blocks.values():
-        parallelize_module(block, init_device_mesh(one_rank.type, (1,)), plan)
-    apply_activation_checkpoint(model, ActivationCheckpoint(mode, 2), compiled=True)  # type: ignore[arg-type]
-    apply_compile(model, backend="aot_eager")
-    for name, gradient in gradients(model).items():
-        whole = gradient.full_tensor() if hasattr(gradient, "full_tensor") else gradient  # type: ignore[operator]
-        torch.testing.assert_close(whole, expected[name], rtol=1e-5, atol=1e-7)

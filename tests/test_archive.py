@@ -2,7 +2,6 @@
 
 import os
 import pickle
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -18,12 +17,9 @@ from errors import DataError
 from tests.odd_data import TARGET, rewrite
 from tests.sample_archives import (
     NAMES,
-    cds_new,
     cds_old,
     file_a_year,
-    one_level_a_chunk,
     weatherbench,
-    weatherbench_transposed,
     write,
 )
 
@@ -40,18 +36,6 @@ def needs(path: str) -> str:
         if not place.exists():
             pytest.skip(f"{DATA} is absent")
     return str(place)
-
-
-@pytest.mark.parametrize(
-    "layout", [weatherbench_transposed, one_level_a_chunk, cds_new, file_a_year, cds_old]
-)
-def test_read_is_read_block(layout: Callable, tmp_path: Path, truth: xr.Dataset):
-    archive = write(layout, tmp_path, truth)
-    names = ["temperature:1000", "2m_temperature", "geopotential:500", "temperature:500"]
-    block = archive.read_block(1, 4, names)
-    for i in (1, 2, 3):
-        np.testing.assert_array_equal(archive.read(i, names), block[i - 1])
-    assert archive.read(0, []).shape == (0, 6, 8)
 
 
 def test_archive_is_picklable(tmp_path: Path, truth: xr.Dataset):
@@ -83,17 +67,6 @@ def test_index(tmp_path: Path, truth: xr.Dataset):
     assert archive.index("2019-12-31T12:00") == 1 == archive.index(np.datetime64("2019-12-31T12", "ns"))
     with pytest.raises(DataError, match="no analysis of 2020-01-01T00"):
         archive.index("2020-01-01T00")
-
-
-def test_missing_variables(tmp_path: Path, truth: xr.Dataset):
-    archive = write(weatherbench, tmp_path, truth)
-    for name in ("geopotential:700", "geopotential", "t2m"):
-        with pytest.raises(DataError, match=f"no variable '{name}'"):
-            archive.read(0, [name])
-    with pytest.raises(ValueError, match="'land_sea_mask' without a time axis"):
-        archive.read(0, ["land_sea_mask"])
-    with pytest.raises(AssertionError, match="4 .. 5 of 5 dates"):
-        archive.read_block(4, 6, NAMES)
 
 
 def test_static_field_is_regridded(tmp_path: Path, truth: xr.Dataset):

@@ -146,19 +146,6 @@ def test_a_step_that_is_done_again_replaces_the_best_of_its_number(checkpointer,
     assert json.loads((tmp_path / "best/best.json").read_text())["value"] == 1.0
 
 
-@pytest.mark.parametrize(
-    ("interval", "options", "message"),
-    [
-        ("5", ["--checkpoint.keep_best", "val/rmse/10m_u_component_of_wind@42h"], "did you mean"),
-        ("0", ["--checkpoint.keep_best", "val/loss"], "a validation.interval above 0"),
-    ],
-)
-def test_what_cannot_be_judged_is_said_before_training(tmp_path, interval, options, message):
-    validation = [*VALIDATION, "--validation.interval", interval]
-    with pytest.raises(ValueError, match=message):
-        load_checked(["--job.config_file", str(write_config(tmp_path)), *validation, *options])
-
-
 def test_a_score_of_the_validation_is_accepted(tmp_path):
     config_file, validation = str(write_config(tmp_path)), [*VALIDATION, "--validation.interval", "5"]
     for name in ("val/loss", "val/rmse/10m_u_component_of_wind", SCORE):

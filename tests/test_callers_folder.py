@@ -63,7 +63,6 @@ def test_a_link_to_the_door_leads_to_the_project(elsewhere: Path) -> None:
 @pytest.mark.parametrize(
     ("verb", "arguments", "said"),
     [
-        ("train.py", "--job.config_file train_configs/demo.toml", f"mean {ROOT}/train_configs/demo.toml?"),
         ("forecast.py", f"--job.config_file my.toml --data.path era5.zarr {PERIOD}", f"{ROOT}/outputs/my"),
         ("plan.py", "--cluster here1 --clusters machines.toml", "machines.toml"),
     ],

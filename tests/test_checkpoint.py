@@ -21,7 +21,7 @@ from checkpoints.checkpointer import Checkpointer
 from checkpoints.files import check_steps, complete_steps, read_manifest, step_folder, stored_tensors
 from config import Checkpoint, Training
 from tests.conftest import memory_kib
-from tests.parity import Layout, SmallRun
+from tests.parity import Layout, SmallRun, replicate
 from tests.started_jobs import ROOT, write_config
 from training.bad_steps import BadSteps
 from training.batches import choose_global_batch
@@ -97,7 +97,7 @@ def test_a_resumed_run_is_the_same_run(build, mode):
     expected = [run.step(checkpointer) for _ in range(3)]  # a save in flight must not see these updates
 
     other = Run(seed=1)
-    assert resume(build(mode), other.state) and other.state.progress.step == 3
+    assert resume(build(), other.state) and other.state.progress.step == 3
     assert [other.step() for _ in range(3)] == expected
     pairs = zip(run.model.parameters(), other.model.parameters(), strict=True)
     assert all(torch.equal(a, b) for a, b in pairs)
@@ -168,28 +168,23 @@ def test_another_model_is_refused_by_name(build):
         resume(build(), Run(width=16).state)
 
 
-@pytest.mark.parametrize("mode", MODES[:2])  # below a full disk, with a process
-def test_a_save_that_fails_is_said_and_the_run_goes_on(build, tmp_path, mode, caplog):
-    folder = tmp_path / "checkpoints"
-    run, checkpointer = Run(), build(mode, folder=folder)
-    run.step_and_save(checkpointer)
-    (folder / "step-00000002.incomplete").write_text("a file where a folder has to be")
-    run.step_and_save(checkpointer)
-    assert "checkpoint of step 2 could not be written" in caplog.text
-    assert f"the last complete one: {step_folder(folder, 1)}" in caplog.text
-    run.step_and_save(checkpointer)
-    assert complete_steps(folder) == [1, 3] and not checkpointer.last_error
-
-
-def test_a_disk_that_vanished_costs_a_save(build, tmp_path, caplog, monkeypatch):
-    """The line about it asked for the free space there, and ended rank 0 alone with a traceback."""
-    run, checkpointer = Run(), build()
+@pytest.mark.parametrize(
+    ("mode", "has_vanished"), [("disabled", False), ("async", False), ("disabled", True)]
+)
+def test_a_save_that_fails_is_said_and_the_run_goes_on(
+    build, tmp_path, mode, has_vanished, caplog, monkeypatch
+):
+    """Where the disk had vanished, the question for its free space ended rank 0 alone with a traceback."""
+    run, checkpointer = Run(), build(mode)
     run.step_and_save(checkpointer)
     with monkeypatch.context() as lost:
-        lost.setattr("checkpoints.checkpointer.shutil.disk_usage", refuse)
+        if has_vanished:
+            lost.setattr("checkpoints.checkpointer.shutil.disk_usage", refuse)
         (tmp_path / "step-00000002.incomplete").write_text("a file where a folder has to be")
         run.step_and_save(checkpointer)
-    assert "cannot be read: [Errno 5] Input/output error; training goes on" in caplog.text
+    assert "checkpoint of step 2 could not be written" in caplog.text
+    said = "cannot be read: [Errno 5]" if has_vanished else f"complete one: {step_folder(tmp_path, 1)}"
+    assert said in caplog.text
     run.step_and_save(checkpointer)
     assert complete_steps(tmp_path) == [1, 3] and not checkpointer.last_error
 
@@ -204,9 +199,22 @@ def test_a_folder_that_vanished_is_made_again(build, tmp_path):
     assert complete_steps(folder) == [1]
 
 
-def test_a_full_disk_costs_a_save_and_nothing_else(build, tmp_path, caplog):
-    """/dev/full takes no byte: a link to it stands where this rank's file will be."""
+def test_the_process_listens_on_this_host_alone_and_ends_by_no_signal_to_all(build, tmp_path):
     run, checkpointer = Run(), build("async_with_pinned_mem")
+    port = f":{checkpointer.process.store[0].port:04X}"
+    listening = Path("/proc/net/tcp").read_text() + Path("/proc/net/tcp6").read_text()
+    addresses = [line.split()[1] for line in listening.splitlines() if port in line and " 0A " in line]
+    assert addresses == ["0100007F" + port]
+    process = checkpointer.process.started.result()._save_process
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
+        os.kill(process.pid, number)
+    run.step_and_save(checkpointer)
+    assert complete_steps(tmp_path) == [1] and process.is_alive()
+
+
+def test_a_full_disk_and_the_death_of_the_process_cost_a_save_each(build, tmp_path, caplog, monkeypatch):
+    """/dev/full takes no byte: a link to it stands where this rank's file will be."""
+    run, checkpointer = Run(width=200_000), build("async_with_pinned_mem")
     run.step_and_save(checkpointer)
     unfinished = tmp_path / "step-00000002.incomplete"
     unfinished.mkdir()
@@ -215,30 +223,23 @@ def test_a_full_disk_costs_a_save_and_nothing_else(build, tmp_path, caplog):
     assert os.strerror(errno.ENOSPC) in caplog.text and "training goes on" in caplog.text
     assert complete_steps(tmp_path) == [1] and not unfinished.exists()
 
-
-def test_a_process_that_was_killed_is_started_again(build, tmp_path):
-    run, checkpointer = Run(), build("async_with_pinned_mem")
+    process = checkpointer.process.started.result()._save_process
+    process.kill()  # while it writes nothing
+    process.join()
     run.step_and_save(checkpointer)
-    killed = checkpointer.process.started.result()._save_process
-    killed.kill()
-    killed.join()
-    run.step_and_save(checkpointer)
-    assert complete_steps(tmp_path) == [1, 2]
+    assert complete_steps(tmp_path) == [1, 3]
 
-
-def test_a_process_that_is_killed_while_it_writes_costs_a_save(build, tmp_path, caplog, monkeypatch):
-    run, checkpointer = Run(width=200_000), build("async_with_pinned_mem")
     run.step()
     process = checkpointer.process.started.result()._save_process
     os.kill(process.pid, signal.SIGSTOP)
     run.save(checkpointer)
     checkpointer.wait_for_staging()
-    process.kill()
+    process.kill()  # while it writes
     monkeypatch.setattr(process, "is_alive", lambda: True)  # as it is for a while on a busy machine
     checkpointer.wait()
-    assert "step 1 could not be written: Checkpoint background process is dead" in caplog.text
+    assert "step 4 could not be written: Checkpoint background process is dead" in caplog.text
     run.step_and_save(checkpointer)
-    assert complete_steps(tmp_path) == [2] and not list(tmp_path.glob("*.incomplete"))
+    assert complete_steps(tmp_path) == [1, 3, 5] and not list(tmp_path.glob("*.incomplete"))
 
 
 def test_little_shared_memory_is_logged_and_a_thread_writes(build, tmp_path, caplog, monkeypatch):
@@ -281,11 +282,10 @@ def count_staged(layout: Layout, folder: Path) -> tuple[int, int]:
 @pytest.mark.parametrize(
     ("ranks_of_layout", "replicas", "parallelism"),
     [
-        (2, 2, {"data_parallel_replicate_degree": 2}),
-        (4, 2, {"data_parallel_replicate_degree": 2}),
-        (2, 1, {}),
+        (2, 2, replicate()),
+        pytest.param(4, 2, replicate(), marks=pytest.mark.slow),
+        pytest.param(2, 1, {}, marks=pytest.mark.slow),
     ],
-    ids=["ddp 2", "hsdp 2 x 2", "fsdp 2"],
 )
 def test_a_rank_copies_what_it_writes_alone(ranks, tmp_path, ranks_of_layout, replicas, parallelism):
     """Each replica copied the whole state: 160 GB of /dev/shm for 1 B parameters with averages on 8 ranks."""
@@ -334,7 +334,7 @@ def test_the_global_batch_goes_on():
         next_batch(-1, 6, Progress(global_batch=16))
 
 
-@pytest.mark.parametrize("mode", ["disabled", pytest.param("async", marks=pytest.mark.slow), MODES[-1]])
+@pytest.mark.parametrize("mode", ["disabled", "async", pytest.param(MODES[-1], marks=pytest.mark.slow)])
 def test_a_last_save_that_failed_is_tried_again_and_never_called_complete(build, tmp_path, mode, monkeypatch):
     folder, pauses = tmp_path / "checkpoints", []
     run, checkpointer = Run(), build(mode, folder=folder)
@@ -351,19 +351,6 @@ def test_a_last_save_that_failed_is_tried_again_and_never_called_complete(build,
     run.save(checkpointer)
     monkeypatch.setattr("checkpoints.checkpointer.time.sleep", lambda _: in_the_way.unlink(missing_ok=True))
     assert checkpointer.finish(1, run.state.state_dict()) == "" and complete_steps(folder) == [1]
-
-
-def test_the_process_listens_on_this_host_alone_and_ends_by_no_signal_to_all(build, tmp_path):
-    run, checkpointer = Run(), build("async_with_pinned_mem")
-    port = f":{checkpointer.process.store[0].port:04X}"
-    listening = Path("/proc/net/tcp").read_text() + Path("/proc/net/tcp6").read_text()
-    addresses = [line.split()[1] for line in listening.splitlines() if port in line and " 0A " in line]
-    assert addresses == ["0100007F" + port]
-    process = checkpointer.process.started.result()._save_process
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
-        os.kill(process.pid, number)
-    run.step_and_save(checkpointer)
-    assert complete_steps(tmp_path) == [1] and process.is_alive()
 
 
 SCRIPT = """

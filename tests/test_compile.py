@@ -56,7 +56,7 @@ def assert_same_step(model: nn.Module, reference: nn.Module) -> None:
 
 
 @pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("options", ({"attention_backend": "flash"}, {"stochastic_depth": 0.5}))
+@pytest.mark.parametrize("options", ({"attention_backend": "flash", "stochastic_depth": 0.5},))
 def test_one_compilation_for_all_blocks(mode: str, options: dict) -> None:
     """Ten blocks: more than the eight compilations after which torch gives up."""
     model, graphs = build(10, mode, **options), CompileCounterWithBackend("aot_eager")
@@ -71,10 +71,9 @@ def test_one_compilation_for_all_blocks(mode: str, options: dict) -> None:
     assert graphs.frame_count == 2
 
 
-@pytest.mark.parametrize("mode", ("none", "selective"))
-def test_one_compilation_for_each_shape_of_windows(mode: str) -> None:
+def test_one_compilation_for_each_shape_of_windows() -> None:
     windows = ((2, 0), (0, 2), (2, 2), (0, 0))
-    model, graphs = build(10, mode, attention_windows=windows), CompileCounterWithBackend("aot_eager")
+    model, graphs = build(10, "selective", attention_windows=windows), CompileCounterWithBackend("aot_eager")
     apply_compile(model, backend=graphs)
     step(model)
     with torch.no_grad():
@@ -85,25 +84,20 @@ def test_one_compilation_for_each_shape_of_windows(mode: str) -> None:
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("backend", ("sdpa", "math"))
 def test_numbers_are_those_of_eager(mode: str, backend: str) -> None:
-    model = build(mode=mode, attention_backend=backend)
+    """Under the same names."""
+    model, reference = build(mode=mode, attention_backend=backend), build(attention_backend=backend)
     apply_compile(model, backend="aot_eager")
-    assert_same_step(model, build(attention_backend=backend))
+    assert_same_step(model, reference)
+    assert list(model.state_dict()) == list(reference.state_dict())
+    assert [name for name, _ in model.named_modules()] == [name for name, _ in reference.named_modules()]
 
 
+@pytest.mark.slow
 def test_numbers_of_inductor() -> None:
     """With the default backend: C++ on a CPU, so g++ has to be there."""
     model = build(2, "selective")
     apply_compile(model)
     assert_same_step(model, build(2))
-
-
-@pytest.mark.parametrize("mode", MODES)
-def test_names_stay(mode: str) -> None:
-    model = build(mode=mode)
-    apply_compile(model, backend="aot_eager")
-    step(model)
-    assert list(model.state_dict()) == list(build().state_dict())
-    assert [name for name, _ in model.named_modules()] == [name for name, _ in build().named_modules()]
 
 
 def test_one_compilation_under_fsdp(one_rank: torch.device) -> None:

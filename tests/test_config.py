@@ -71,6 +71,9 @@ def refusal(argv: list[str], capsys: pytest.CaptureFixture[str]) -> str:
     return err
 
 
+ENSEMBLE = "--training.loss crps --training.members 3 --model.noise_dim 4"
+LORA = "--lora.enable --checkpoint.initial_load_path elsewhere"
+BEST = "--validation.enable --checkpoint.keep_best val/rmse/2m_temperature@42h"
 COMMAND_LINES = [
     # -- names and syntax
     ("--trainning.steps 3", "trainning: unknown section in the command line; did you mean training?"),
@@ -119,6 +122,22 @@ COMMAND_LINES = [
     ("--model.name unet --float8.enable", "float8.enable = True: multiplies the matrices of a ViT"),
     ("--model.name unet --model.levels 5", "model.levels = 5 on a grid of 6 x 8: 32 columns make one"),
     ("--training.augmentation roll --data.boundary_width 1", "augmentation = 'roll': an area with"),
+    ("--training.members 4", "training.members = 4: "),
+    ("--model.noise_dim 4", "model.noise_dim = 4: "),
+    ("--validation.members 4", "validation.members = 4: "),
+    ("--training.loss crps --model.noise_dim 4", "training.loss = 'crps': "),
+    ("--training.loss crps --training.members 4", "training.loss = 'crps': "),
+    (f"{ENSEMBLE} --validation.members 1", "validation.members = 1: no ensemble"),
+    ("--forecast.num_members 2", "forecast.num_members = 2: "),
+    ("--lora.enable", "lora.enable = True: adapts a trained model; name its run in checkpoint."),
+    (f"{LORA} --model.name unet", 'adapts the matrices of a ViT, and model.name = "unet" has none'),
+    (f"{LORA} --float8.enable", "float8.enable = True: swaps the matrices that lora.enable adapts"),
+    (f"{LORA} --parallelism.tensor_parallel_degree 2", "degree = 2: does not shard the adapters"),
+    (f"{LORA} --model.dim 192 --lora.rank 192", "lora.rank = 192: must be smaller than model.dim"),
+    (f"{BEST} --validation.interval 5", "did you mean"),
+    (f"{BEST} --validation.interval 0", "a validation.interval above 0"),
+    ("--training.max_wall_time 1:30", "training.max_wall_time = "),
+    ("--training.max_wall_time 1:60:00", "training.max_wall_time = "),
     ("--data.grid_shape [6,0]", "data.grid_shape = [6, 0]: give both numbers"),
     # -- dates
     ('--data.train_period \'["2020-01-01", "2019-12-31"]\'', "the last date is before the first; exchange"),
@@ -200,6 +219,7 @@ def test_bad_file(text: str, expected: str, folder: Path, capsys: pytest.Capture
 
 REPLICATE = "--parallelism.data_parallel_replicate_degree"
 SHARD = "--parallelism.data_parallel_shard_degree"
+RING = "--parallelism.context_parallel_degree 2 --parallelism.context_parallel_method ring"
 RANKS = [
     ({"NGPU": "0"}, "", "NGPU = '0': an environment variable that must be a whole number, at least 1"),
     ({"NNODES": "1.5"}, "", "NNODES = '1.5': an environment variable"),
@@ -212,6 +232,7 @@ RANKS = [
         "--parallelism.tensor_parallel_degree 24",
         "degree = 1 or 2 or 4 with",
     ),  # of 4 heads
+    ({"NGPU": "2"}, f"--model.attention_windows [[1,0]] {RING}", "method = 'ring'"),
     ({"NGPU": "8"}, "--parallelism.context_parallel_degree 8", 'or context_parallel_method = "all_gather"'),
     ({"NGPU": "2", "NNODES": "2"}, f"{REPLICATE} 3", "the run has 4 rank(s)"),
     ({"WORLD_SIZE": "8", "NGPU": "2"}, f"{REPLICATE} 3", "the run has 8 rank(s)"),

@@ -16,8 +16,7 @@ from config import Model
 from errors import ConfigError
 from models.initialization import fill_with_nan, init_weights
 from models.unet import UNet
-from parallelisms.domain_parallel import GridTiles, apply_domain_parallel, bounds, build_tiles, choose_tiles
-from tests.formulas import halo_traffic
+from parallelisms.domain_parallel import NO_RANK, GridTiles, apply_domain_parallel, build_tiles, choose_tiles
 
 NUM_RANKS = 4
 GRID = (27, 43)  # 28 x 44 padded, 7 x 11 units of 4 x 4 cells: no layout divides it evenly
@@ -63,6 +62,22 @@ def counted_messages() -> Iterator[list[int]]:
 
     with mock.patch.object(dist, "batch_isend_irecv", counting):
         yield sent
+
+
+def halo_traffic(model: UNet, tiles: GridTiles, batch_size: int, itemsize: int) -> tuple[int, int]:
+    """(messages, bytes) that this rank sends in one forward pass.
+
+    With m neighbours in latitude and p in longitude (0 to 2), every 3 x 3 convolution (the stem and two a
+    block: 4 levels + 3 of them) sends p messages of B D h values and m of B D (w + 2), where D are the
+    channels it reads and h x w is its tile at its own resolution. Others send nothing. Backward sends the
+    same again, without the stem's where the fields need no gradient. `itemsize` is that of the activations;
+    under autocast the stem still reads, and sends, what it is given.
+    """
+    m = sum(peer != NO_RANK for peer in tiles.neighbors(0, model.periodic))
+    p = sum(peer != NO_RANK for peer in tiles.neighbors(1, model.periodic))
+    channels = [(c.in_channels, f) for c, f in model.convolutions() if c.kernel_size[0] == 3]
+    (h, w), messages = tiles.shape, (m + p) * len(channels)
+    return messages, itemsize * batch_size * sum(d * (p * h // f + m * (w // f + 2)) for d, f in channels)
 
 
 # -- what every rank does
@@ -118,8 +133,7 @@ def check_model(layout: tuple[int, int], periodic: bool, precision: str, compile
 # -- what the tests ask of it
 
 
-@pytest.mark.parametrize("precision", TOLERANCE)
-@pytest.mark.parametrize("periodic", [True, False])
+@pytest.mark.parametrize(("periodic", "precision"), [(True, "float32"), (False, "float64")])
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_split_grid_equals_the_whole(ranks, layout, periodic, precision):
     """With the messages and bytes that are stated."""
@@ -131,21 +145,10 @@ def test_a_split_grid_equals_the_whole(ranks, layout, periodic, precision):
         assert found["gradients"] <= GRADIENT_TOLERANCE[precision]
 
 
-def test_one_tile_is_the_plain_model_to_the_last_bit(ranks):
-    for found in ranks(NUM_RANKS).run(check_model, (1, 1), True, "float32"):
-        assert not any(found[what] for what in ("output", "loss", "input_gradient", "gradients"))
-        assert found["forward"] == [0, 0]
-
-
 def test_a_compiled_block_exchanges_in_its_graph(ranks):
     """tests/test_parity.py has tiles with replicas, FSDP and recomputed blocks."""
     for found in ranks(NUM_RANKS).run(check_model, (2, 2), True, "float32", True):
         assert found["gradients"] <= GRADIENT_TOLERANCE["float32"]
-
-
-def test_uneven_tiles_differ_by_one_unit():
-    assert bounds(736, 4, 16) == (0, 192, 368, 560, 736)
-    assert bounds(1440, 3, 16) == (0, 480, 960, 1440)
 
 
 @pytest.mark.parametrize(

@@ -80,7 +80,9 @@ def test_a_full_disk(tmp_path, small):  # noqa: F811
     assert not any("RuntimeError" in line for line in said), said
 
 
-@pytest.mark.parametrize(("name", "code"), [("SIGKILL", 1), ("SIGTERM", 75), ("SIGSTOP", 1)])
+@pytest.mark.parametrize(
+    ("name", "code"), [("SIGTERM", 75), pytest.param("SIGSTOP", 1, marks=pytest.mark.slow)]
+)
 def test_rank_0_ends_in_the_last_plots(tmp_path, name, code):
     """Rank 1, which waits for it in a barrier, was named, with a traceback."""
     seconds = "30" if code == 75 else "8"

@@ -16,7 +16,7 @@ from planning.workload import workload_of
 from tests.parity import Layout, config_of
 from tests.planned import run_export, run_forecast, run_main, run_train
 from tests.started_jobs import records, run_options, write_config
-from tests.test_rollout_training import memory_of
+from tests.test_dry_run import memory_of
 from training.config_checks import load_checked
 from verification.scores import final_scores
 
@@ -141,6 +141,7 @@ assert not {"config", "models", "datasets", "verification"} & set(sys.modules)
 """
 
 
+@pytest.mark.slow
 def test_an_exported_program_takes_keys(options, tmp_path):
     target = tmp_path / "model"
     run_export(options, target)
@@ -170,23 +171,6 @@ def test_the_spread_of_members_that_the_truth_might_be_is_their_skill(members):
 # -- what is refused
 
 
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        (["--training.members", "4"], "training.members = 4: .*set this to 1"),
-        (["--model.noise_dim", "4"], "model.noise_dim = 4: .*set this to 0"),
-        (["--validation.members", "4"], "validation.members = 4: .*set this to 0"),
-        (["--training.loss", "crps", "--model.noise_dim", "4"], "training.loss = 'crps': .*2 or more"),
-        (["--training.loss", "crps", "--training.members", "4"], "training.loss = 'crps': .*2 or more"),
-        ([*ENSEMBLE, "--validation.members", "1"], "validation.members = 1: no ensemble"),
-        (["--forecast.num_members", "2"], "forecast.num_members = 2: .*set it to 1"),
-    ],
-)
-def test_what_does_not_go_together(settings, message):
-    with pytest.raises(UserError, match=message):
-        load_checked(settings)
-
-
 def test_the_best_checkpoint_may_be_that_of_the_best_crps():
     best = ["--checkpoint.enable", "true", "--validation.interval", "10", "--checkpoint.keep_best"]
     load_checked([*ENSEMBLE, *best, "val/crps/geopotential:300@24h"])
@@ -198,13 +182,9 @@ def test_the_best_checkpoint_may_be_that_of_the_best_crps():
 
 
 @pytest.mark.filterwarnings("ignore")  # of the profiler
-@pytest.mark.parametrize(
-    ("rollout", "history"),
-    [pytest.param(3, 1, marks=pytest.mark.slow), pytest.param(1, 3, marks=pytest.mark.slow), (2, 3)],
-)
-def test_memory_of_an_ensemble(monkeypatch, rollout, history) -> None:
+def test_memory_of_an_ensemble(monkeypatch) -> None:
     """The dry run within 7 % of what the allocator counts, the planner within 5 %."""
-    layout = Layout(rollout=rollout, history=history, members=4)
+    layout = Layout(rollout=2, history=3, members=4)
     tracked, work, counted = memory_of(monkeypatch, layout)
     assert tracked == pytest.approx(counted, rel=0.07)
     assert memory(work).peak == pytest.approx(counted, rel=0.05)

@@ -4,23 +4,69 @@ import math
 import tomllib
 from pathlib import Path
 
+import numpy as np
 import pytest
+import xarray as xr
+from numcodecs import Blosc
 
 from datasets.selection import open_selection
-from tests.era5_like import write_era5_like
 from tests.planned import run_train
 from tests.s3_server import S3Server
 from tests.started_jobs import ROOT
 from training.config_checks import load_checked
 
 CONFIG = ROOT / "train_configs/era5_64x32.toml"
+LEVELS = [50, 100, 150, 200, 250, 300, 400, 500, 600, 700, 850, 925, 1000]
+UPPER = {
+    "geopotential": ("Geopotential", "m**2 s**-2", 5e4, 2e3),
+    "temperature": ("Temperature", "K", 250.0, 9.0),
+    "u_component_of_wind": ("U component of wind", "m s**-1", 0.0, 12.0),
+    "v_component_of_wind": ("V component of wind", "m s**-1", 0.0, 12.0),
+}
+SURFACE = {
+    "2m_temperature": ("2 metre temperature", "K", 285.0, 12.0),
+    "mean_sea_level_pressure": ("Mean sea level pressure", "Pa", 101_000.0, 900.0),
+    "10m_u_component_of_wind": ("10 metre U wind component", "m s**-1", 0.0, 6.0),
+    "10m_v_component_of_wind": ("10 metre V wind component", "m s**-1", 0.0, 6.0),
+}
+STATIC = {
+    "geopotential_at_surface": ("Geopotential", "m**2 s**-2", 3e3, 3e3),
+    "land_sea_mask": ("Land-sea mask", "(0 - 1)", 0.5, 0.4),
+}
 
 
 @pytest.fixture(scope="module")
 def store(tmp_path_factory) -> Path:
-    """The last three weeks of 2017 and the first of 2018: the configuration's periods are there."""
+    """Weather with dims, chunks, types and attributes of WeatherBench2's store: waves that travel east, of
+    the last three weeks of 2017 and the first of 2018. The configuration's periods are there.
+    """
+    num_dates, longitude, latitude = 112, np.arange(64) * 5.625, -87.1875 + np.arange(32) * 5.625
+    east, north = np.deg2rad(longitude)[:, None], np.deg2rad(latitude)
+    phase = 0.3 * np.arange(num_dates)[:, None, None]
+    each = [np.cos(north) * np.sin(k * east - k * phase + k) / k for k in (2, 3, 5)]
+    waves = np.sum(each, axis=0).astype("f4")
+    heights = np.linspace(1.2, 0.4, len(LEVELS), dtype="f4")[:, None, None]
+    plane, data = ("longitude", "latitude"), {}
+    for number, (name, about) in enumerate((UPPER | SURFACE | STATIC).items()):
+        long_name, units, mean, spread = about
+        attributes = {"long_name": long_name, "units": units, "short_name": name}
+        wave = np.float32(mean) + np.float32(spread) * np.roll(waves, 7 * number, axis=1)
+        if name in UPPER:
+            data[name] = ("time", "level", *plane), wave[:, None] * heights, attributes
+        elif name in SURFACE:
+            data[name] = ("time", *plane), wave, attributes
+        else:
+            data[name] = plane, wave[0], attributes
+    time = np.datetime64("2017-12-11", "ns") + np.arange(num_dates) * np.timedelta64(6, "h")
+    coords = {"time": time, "level": LEVELS, "longitude": longitude, "latitude": latitude}
+    dataset, encoding = xr.Dataset(data, coords), {}
+    for name, array in dataset.data_vars.items():
+        chunks = tuple(min(100, n) if dim == "time" else n for dim, n in array.sizes.items())
+        encoding[name] = {"chunks": chunks, "compressors": Blosc("lz4", 5, Blosc.SHUFFLE)}
+    encoding["time"] = {"units": "hours since 1959-01-01", "dtype": "int64"}
     path = tmp_path_factory.mktemp("era5") / "64x32.zarr"
-    return Path(write_era5_like(path, "2017-12-11", 112))
+    dataset.to_zarr(path, zarr_format=2, consolidated=True, encoding=encoding)
+    return path
 
 
 def test_the_configuration_trains_and_validates(store, tmp_path):

@@ -254,17 +254,6 @@ def test_ranks_give_the_bits_of_one(ranks, folder: Path) -> None:
         xr.testing.assert_allclose(found.spectra, alone.spectra, rtol=1e-13)
 
 
-def test_damped_persistence_is_a_forecast_like_any_other(folder: Path) -> None:
-    _, truth, _ = opened(folder)
-    names = ["geopotential:500", "2m_temperature"]
-    leads, factors = np.array(LEADS, "m8[h]").astype("m8[s]"), np.array([[0.9, 0.5], [0.6, 0.2]], "f4")
-    mean = np.full((1, 6, 8), 300, "f4")
-    source = persistence_forecast(truth, names, truth.times[:3], leads, factors, lambda time, names: mean)
-    block = source.read_block(slice(1, 3), slice(0, 2), ["2m_temperature"])
-    state = truth.read(2, ["2m_temperature"])
-    np.testing.assert_allclose(block[1, 1], 300 + np.float32(0.2) * (state - 300), rtol=1e-6)
-
-
 @pytest.mark.skipif(not glob.glob(GFS), reason="needs ../shared/data")
 def test_persistence_on_real_analyses_scores_what_the_data_page_says() -> None:
     """../shared/data/README.md, 2.8125 degrees: +6 h 1.878 / 2.180, +24 h 3.855 / 4.605 m/s."""

@@ -43,7 +43,7 @@ class Exported(NamedTuple):
     model: Path
 
 
-@pytest.fixture(scope="module", params=["vit", "unet", "history"])
+@pytest.fixture(scope="module", params=["vit", pytest.param("unet", marks=pytest.mark.slow), "history"])
 def exported(request, tmp_path_factory) -> Exported:
     """A short run with forcings, by a model of either kind, in the folder of its configuration."""
     folder = tmp_path_factory.mktemp(request.param)

@@ -89,14 +89,6 @@ def test_sub_solar_point_sees_the_whole_beam() -> None:
     assert value == pytest.approx(sun.inverse_distance_squared.item(), rel=1e-6)
 
 
-@pytest.mark.parametrize("name", [name for name in FORCINGS if name != "sin_latitude"])
-def test_longitude_is_periodic(name: str) -> None:
-    times = seconds("2021-08-01T12:00", "1965-02-28T18:00")
-    there = compute_forcings([name], times, LATITUDE, LONGITUDE)
-    again = compute_forcings([name], times, LATITUDE, LONGITUDE - 360)
-    torch.testing.assert_close(there, again, atol=1e-6, rtol=0)
-
-
 def test_the_clock_loses_no_second_far_from_the_epoch() -> None:
     """A float32 of seconds would be off by minutes in 2050; the angle must turn by one second's worth."""
     times = seconds("2050-06-01T06:00:00", "2050-06-01T06:00:01")

@@ -4,7 +4,6 @@ import json
 import os
 import subprocess
 import sys
-import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from benchmarks.gpu import TINY, Case, Sizes, run_group, table, training_of
+from benchmarks.gpu import TINY, Case, Sizes, training_of
 from benchmarks.random_run import RandomRun
 from models.attention import activate, attention, check_backend
 from parallelisms.mesh import start_ranks
@@ -147,25 +146,6 @@ def test_the_rehearsal_ends_in_the_table(tmp_path: Path) -> None:
     assert all(row["torch"] == torch.__version__ for row in rows_in(tmp_path))
 
 
-@pytest.mark.slow
-def test_a_rehearsal_that_is_killed_leaves_its_rows(tmp_path: Path) -> None:
-    started = rehearsal(tmp_path, "attention,optimizers,activations")
-    end = time.monotonic() + 120
-    while not rows_in(tmp_path):
-        assert started.poll() is None and time.monotonic() < end
-        time.sleep(0.01)
-    started.kill()
-    started.wait()
-    assert rows_in(tmp_path)[0]["part"] == "attention"
-
-
-@pytest.mark.slow
-def test_a_part_that_fails_does_not_end_the_others(tmp_path: Path) -> None:
-    names, end = ["no such part", "products"], time.monotonic() + 90
-    assert run_group(names, tmp_path / "gpu.jsonl", "now", end, True, tmp_path) == ["no such part"]
-    assert {row["part"] for row in rows_in(tmp_path)} == {"products"}
-
-
 def test_planned_peaks_are_those_of_a_gpu() -> None:
     """Peaks of vit1b compiled, with and without checkpointing and float8, by PyTorch's allocator."""
     rows = [json.loads(line) for line in (ROOT / "benchmarks/results/gpu.jsonl").read_text().splitlines()]
@@ -175,21 +155,3 @@ def test_planned_peaks_are_those_of_a_gpu() -> None:
         own = {name: row[name] for name in ("heads", "float8", "mode", "batch", "backend")}
         planned = memory(Case(tuple(row["patch"]), **own).workload(Sizes())).peak
         assert planned == pytest.approx(row["peak_bytes"], rel=0.01), row["what"]
-
-
-def test_the_table_judges_by_the_goals() -> None:
-    rows = [
-        {"part": "steps", "length": 0, "head": 0, "precision": "bf16", "mode": mode, **numbers}
-        for mode, numbers in {
-            "none": {"value": 10.0, "mfu": 0.56},
-            "selective": {"value": 9.9, "mfu": 0.55},
-        }.items()
-    ]
-    rows = [row | {"what": row["mode"]} for row in rows]
-    rows.append({"part": "first", "what": "first step, cold", "value": 61.0})
-    rows.append({"part": "peers", "what": "timm, 4096 tokens", "failed": "ImportError"})
-    lines = {line[:40].rstrip(): line for line in table(rows).splitlines()}
-    assert lines["bf16 step, 4,096 tokens, head 64: MFU"].endswith("  met")
-    assert "1.0%" in lines["selective checkpointing slower by"]
-    assert lines["first step, cold (s)"].endswith("missed")
-    assert "not measured" in lines["step over timm's, compiled"]

@@ -33,9 +33,8 @@ def number_from(program: str, how: str, local_ranks: int = 1) -> int:
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="another C library has other settings")
 def test_the_next_step_faults_no_pages_in() -> None:
-    pages = 39_000  # of 160 MB
-    assert number_from(STEPS, "kept") < 100 < pages / 10 < number_from(STEPS, "given back")
-    assert number_from(STEPS, "kept", local_ranks=10_000) > pages / 10  # they have little memory each
+    assert number_from(STEPS, "kept") < 100
+    assert number_from(STEPS, "kept", local_ranks=10_000) > 3_900  # of 39,000: they have little memory each
 
 
 LEFT = """

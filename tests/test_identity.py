@@ -1,8 +1,6 @@
 """The identity of weights is saved with them, and other uses are refused."""
 
-import json
 import shutil
-import zlib
 from argparse import Namespace
 from pathlib import Path
 from typing import Any
@@ -13,9 +11,9 @@ import xarray as xr
 import zarr
 
 import evaluate
-from checkpoints.files import MANIFEST, complete_steps, read_manifest
+from checkpoints.files import complete_steps, read_manifest
 from datasets.remote import NO_OPTIONS
-from errors import ConfigError, DataError, RunFailed, UserError
+from errors import ConfigError, DataError, RunFailed
 from planning.start_checks import open_checked
 from tests.planned import run_forecast, run_train
 from tests.sample_archives import weatherbench
@@ -181,16 +179,3 @@ def test_the_climatology_is_that_of_its_period(one_rank, trained):
     assert climatology() == whole
     assert climatology("--data.train_period", '["2020-01-01", "2020-01-03"]') != whole
     assert climatology() == whole
-
-
-def test_a_manifest_of_an_older_version_still_resumes(trained):
-    options, folder, _ = trained
-    path = folder / "checkpoints/step-00000004" / MANIFEST
-    _, _, text = path.read_text().partition("\n")
-    body = json.loads(text)
-    del body["identity"]
-    text = json.dumps(body)
-    path.write_text(json.dumps({"crc32": zlib.crc32(text.encode())}) + "\n" + text)
-    run_train(*options, "--training.steps", "6")
-    with pytest.raises(UserError, match="model.num_layers"):
-        run_train(*options, "--training.steps", "8", "--model.num_layers", "1")

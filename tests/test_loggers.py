@@ -93,14 +93,6 @@ def test_tensorboard_shows_validations(tmp_path):
     assert b"    local_batch_size = " in text.tensor_proto.string_val[0]
 
 
-def test_a_logger_is_a_module_with_its_name(one_rank, tmp_path, monkeypatch):
-    module = type(sys)("training.loggers.mine_run")
-    module.Logger = lambda *arguments: arguments  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, module.__name__, module)
-    config = config_of(tmp_path, Settings(loggers=("mine",)))  # type: ignore[arg-type]
-    assert open_loggers(config, 4, 6).loggers == {"mine": (config, 4, 6)}
-
-
 def test_a_store_that_only_appends_is_told_each_step_once(tmp_path):
     path = tmp_path / "run.json"
     first = StoredRun(path, 0, 0)

@@ -104,26 +104,6 @@ def test_at_most_two_percent_train(name: str, rank: int) -> None:
     assert 0 < some <= 0.02 * every
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ([], "lora.enable = True: adapts a trained model; name its run in checkpoint.initial_load_path"),
-        (["--model.name", "unet"], 'adapts the matrices of a ViT, and model.name = "unet" has none'),
-        (["--float8.enable"], "float8.enable = True: swaps the matrices that lora.enable adapts"),
-        (
-            ["--parallelism.tensor_parallel_degree", "2"],
-            "tensor_parallel_degree = 2: does not shard the adapters",
-        ),
-        (["--lora.rank", "192"], "lora.rank = 192: must be smaller than model.dim = 192"),
-    ],
-)
-def test_what_cannot_be_adapted_is_one_line(options: list[str], message: str) -> None:
-    start = [] if not options else ["--checkpoint.initial_load_path", "elsewhere"]
-    with pytest.raises(ConfigError) as caught:
-        load_checked(["--model.dim", "192", "--lora.enable", *start, *options])
-    assert message in str(caught.value) and "\n" not in str(caught.value)
-
-
 SETTINGS = {"Muon": {"name": "Muon"}, "LAMB": {"name": "LAMB"}, "averages": {"ema_decay": 0.9}}
 
 

@@ -65,15 +65,6 @@ def test_losses_of_a_known_field_on_721_rows(loss, expected, tolerance):
     assert found.item() == pytest.approx(expected, rel=tolerance)
 
 
-def test_mean_of_micro_batches_is_the_mean_of_the_batch():
-    prediction, target, mask, area, weights = batch()
-    whole = mse(prediction, target, mask, area, weights)
-    parts = [mse(prediction[i : i + 1], target[i : i + 1], mask[i : i + 1], area, weights) for i in range(4)]
-    torch.testing.assert_close(torch.stack(parts).mean(), whole)
-    relative = [relative_l2(prediction[i : i + 2], target[i : i + 2], mask[i : i + 2]) for i in (0, 2)]
-    torch.testing.assert_close(torch.stack(relative).mean(), relative_l2(prediction, target, mask))
-
-
 def test_a_field_without_any_value_costs_nothing():
     prediction, target, mask, area, weights = batch()
     mask[1] = False
@@ -99,22 +90,6 @@ def test_relative_l2_is_not_weighted_by_area():
     prediction = target + torch.tensor([[3.0, 4.0], [0.0, 0.0]]).view(2, 1, 1, 2)
     mask = torch.ones_like(target, dtype=torch.bool)
     assert relative_l2(prediction, target, mask).item() == pytest.approx((5 / 5 + 0 / 10) / 2)
-
-
-def test_shares_of_pieces_add_up_to_the_loss_and_its_gradient():
-    prediction, target, mask, area, weights = batch(w=6)
-    whole = prediction.clone().requires_grad_()
-    relative_l2(whole, target, mask).backward()
-    shards = [p.clone().requires_grad_() for p in prediction.chunk(2, dim=3)]
-    parts = [relative_l2_weights(mask, target).chunk(2, dim=3), target.chunk(2, dim=3)]
-    squares = [sum_of_costs(p, t, w) for p, w, t in zip(shards, *parts, strict=True)]
-    total = torch.stack(squares).sum(dim=0).detach()
-    shares = torch.stack([root_loss(s, len(s), lambda _: total) for s in squares])
-    torch.testing.assert_close(shares.sum(), relative_l2(prediction, target, mask))
-    shares.sum().backward()
-    gradients = [shard.grad for shard in shards if shard.grad is not None]
-    assert whole.grad is not None and len(gradients) == 2
-    torch.testing.assert_close(torch.cat(gradients, dim=3), whole.grad)
 
 
 def test_every_loss_of_the_configuration_has_a_penalty():

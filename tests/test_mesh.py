@@ -7,12 +7,9 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
 from torch.distributed import device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from config import Parallelism
-from parallelisms.data_parallel import apply_fsdp
 from parallelisms.degrees import Degrees
 from parallelisms.mesh import build_mesh
 from tests.distributed import shared_mesh
@@ -45,23 +42,6 @@ def test_nobody_makes_groups_of_one_rank(
     assert [mesh.rank(axis) for axis in ("pp", "cp")] == [0, 0]
     assert mesh.fsdp_axes.ndim == (1 if degrees.dp_shard > 1 else 2)
     assert mesh.picture().splitlines()[27].startswith("rank   27: dp_")
-
-
-@pytest.mark.parametrize(
-    ("degrees", "said"), [(Degrees(dp_shard=512), True), (Degrees(dp_replicate=2, dp_shard=256), False)]
-)
-def test_many_shards_of_a_weight_are_told_of(
-    degrees: Degrees, said: bool, caplog: pytest.LogCaptureFixture
-) -> None:
-    """A plan of a save has an item for each, on rank 0."""
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=degrees.world)
-    try:
-        model = nn.Module()
-        model.blocks = nn.ModuleDict({"0": nn.Linear(4, 4)})
-        apply_fsdp(model, build_mesh("cpu", degrees).fsdp_axes, torch.float32, torch.float32, Parallelism())
-    finally:
-        dist.destroy_process_group()
-    assert ("data_parallel_replicate_degree = 2" in caplog.text) == said
 
 
 def timeouts() -> list[timedelta]:

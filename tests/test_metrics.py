@@ -1,6 +1,7 @@
-"""Lines of metrics.jsonl, and peaks."""
+"""Lines of metrics.jsonl, peaks, and recordings of the profiler."""
 
 import errno
+import gzip
 import io
 import json
 from pathlib import Path
@@ -10,10 +11,11 @@ from typing import Any
 import pytest
 import torch
 
-from config import Config, Job, Training
+from config import Config, Job, Profiling, Training
 from config import Metrics as Settings
 from jobs.durable_files import Journal, read_records
-from training.metrics import Metrics, dense_line, peak_tflops
+from jobs.heartbeat import activity, span
+from training.metrics import Metrics, Profiler, peak_tflops
 from training.step import StepResult
 
 CONTRACT = list[str](
@@ -104,13 +106,6 @@ def test_not_a_number_becomes_null(one_rank, tmp_path):
     assert log(tmp_path, [1], loss=float("nan"))[0]["loss"] is None
 
 
-def test_dense_line():
-    record = dict(zip(CONTRACT, [10, 0.5, 1.0, 1e-3, 100.0, 0.1, 0.02, 1.5, 0.3, 0.4, 2.25, 0], strict=True))
-    line = dense_line(record, steps=400)
-    assert "data wait 20.0%" in line and "mfu 40.0%" in line
-    assert line.startswith("step  10/400  epoch 2.25  0:00:39 left  loss 0.50000")
-
-
 def test_torn_lines_are_left_out_and_said(tmp_path, caplog):
     """Incomplete lines after a full disk and a kill: in the middle, at the end, without an end of line."""
     path = tmp_path / "metrics.jsonl"
@@ -156,3 +151,45 @@ def test_a_full_disk_loses_no_line(tmp_path, monkeypatch, caplog):
     journal.write({"step": 4})
     journal.close()
     assert path.read_bytes() == b"".join(b'{"step": %d}\n' % step for step in (1, 2, 3, 4))
+
+
+# -- recordings of the profiler, on a schedule
+
+
+def steps(folder: Path, number: int, **settings: int | bool) -> None:
+    config = Config(job=Job(dump_folder=str(folder)), profiling=Profiling(**settings))  # type: ignore[arg-type]
+    with Profiler(config) as profiler:
+        for step in range(1, number + 1):
+            with span("forward"):
+                torch.ones(3).sum()
+            profiler.step(step)
+
+
+def test_a_recording_has_the_spans_of_its_steps(one_rank, tmp_path):
+    """Of every 3 steps the last: 3 and 6."""
+    steps(tmp_path, 7, enable_profiling=True, profile_freq=3, profile_steps=1)
+    names = ["step-00000003-rank0.json.gz", "step-00000006-rank0.json.gz"]
+    assert sorted(path.name for path in (tmp_path / "traces").iterdir()) == names
+    events = json.loads(gzip.open(tmp_path / "traces" / names[1]).read())["traceEvents"]
+    assert [event["name"] for event in events if event["name"] == "forward"] == ["forward"]
+
+
+def test_a_trace_that_cannot_be_written_ends_no_run(one_rank, tmp_path, monkeypatch, caplog):
+    def fail(self: object, path: str) -> None:
+        Path(path).write_text("torn")
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("torch.profiler.profile.export_chrome_trace", fail)
+    steps(tmp_path, 4, enable_profiling=True, profile_freq=3, profile_steps=1)
+    assert "No space left" in caplog.text and not list((tmp_path / "traces").iterdir())
+
+
+def test_nothing_is_written_while_it_is_disabled(one_rank, tmp_path):
+    steps(tmp_path, 3)
+    assert not (tmp_path / "traces").exists()
+
+
+def test_a_span_is_the_phase_of_this_process():
+    with span("data"):
+        assert activity.phases[-1] == "data"
+    assert activity.phases[-1] != "data"

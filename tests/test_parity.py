@@ -1,12 +1,12 @@
 """Every layout gives what one process gives: losses, gradient norms, gradients, weights, predictions.
 
-A fast part of the table in tests/parity.py; benchmarks/layout_parity.py runs all of it.
+A part of the table in tests/parity.py; benchmarks/layout_parity.py runs all of it.
 """
 
 import pytest
 import torch
 
-from tests.parity import FAST, TABLE, Outcome, reference_of, three_steps
+from tests.parity import BASIC, FAST, TABLE, Outcome, reference_of, three_steps
 from tests.test_whole_matrices import check, train
 
 
@@ -15,7 +15,10 @@ def references():
     return {}
 
 
-@pytest.mark.parametrize("name", FAST)
+OTHERS = [n for n in TABLE if n.removesuffix(", compile") in BASIC and n not in FAST and TABLE[n].ranks < 8]
+
+
+@pytest.mark.parametrize("name", [*FAST, *(pytest.param(name, marks=pytest.mark.slow) for name in OTHERS)])
 def test_layout(name: str, ranks, references) -> None:
     layout = TABLE[name]
     if "zbv" in name and torch.__version__ < ("2.13" if layout.compile else "2.12"):

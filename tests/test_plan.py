@@ -14,10 +14,12 @@ from plan import job
 from planning import known_runs
 from planning.clusters import load_cluster
 from planning.cost import Saves
+from planning.known_runs import run_record
 from planning.search import best_layouts, changes_that_fit, layout_options, speedups
 from planning.search import plan as plan_of
 from planning.workload import workload_of
-from tests.planned import run_plan
+from tests.planned import run_plan, run_train
+from tests.started_jobs import write_config
 from training.config_checks import load_checked
 
 
@@ -259,3 +261,20 @@ def test_what_is_not_measured_is_named():
     lines = plan("--cluster", "h100x8", config="era5_1p5deg").splitlines()
     (assumed,) = [line for line in lines if line.startswith("assumed")]
     assert "storage" in assumed and "peak" not in assumed
+
+
+# -- anchors measured on data.path = "random"
+
+
+def test_measured_steps_anchor_plans(tmp_path: Path) -> None:
+    """The plan of what was measured is its time; layouts of the same kind are scaled with it."""
+    options = ["--job.config_file", str(write_config(tmp_path)), "--training.global_batch_size=-1"]
+    options += ["--data.path=random", "--data.grid_shape=[6,8]", "--checkpoint.enable=false"]
+    folder = tmp_path / "calibration"
+    run_train(*options, "--training.steps=6", f"--job.dump_folder={folder}")
+    record = run_record(folder)
+    assert record.ranks == 1 and record.seconds > 0
+    planned = run_plan(*options, "--cluster", "cpu1", "--anchor", str(folder), "--json")
+    made = json.loads(planned.stdout)
+    assert made["step_seconds"] == pytest.approx(record.seconds)
+    assert made["error_kind"] == "anchored, data parallel"

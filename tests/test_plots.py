@@ -96,16 +96,6 @@ def test_every_map_keeps_the_limits_of_its_grid(grid: Grid) -> None:
     plt.close(figure)
 
 
-def test_coastlines_are_the_outline_of_the_datas_land() -> None:
-    grid = global_grid((12, 24))
-    mask = np.zeros(grid.shape)
-    mask[4:8, 4:8] = 1
-    figure, axes = plt.subplots()
-    draw_map(axes, grid, np.zeros(grid.shape), "", mask)
-    assert len(axes.collections) == 2  # the field and the contour
-    plt.close(figure)
-
-
 def test_one_range_of_colours_for_truth_and_forecast() -> None:
     truth, forecast = np.linspace(270, 280, 1001), np.linspace(275, 300, 1001)
     found = color_range(truth, forecast)

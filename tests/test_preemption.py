@@ -27,12 +27,6 @@ def test_wall_time(text, seconds):
     assert wall_time_seconds(text) == seconds
 
 
-@pytest.mark.parametrize("text", ["1:30", "1:60:00", "0:00:00", "a:b:c", "-1:00:00"])
-def test_wall_time_of_another_form_is_one_line(text):
-    with pytest.raises(ValueError, match="training.max_wall_time = "):
-        load_checked(["--training.max_wall_time", text])
-
-
 def boundaries_with_a_signal() -> list[str]:
     """Rank 1 is told to stop in its third step: what each rank decides at each boundary."""
     agreement, decided = Agreement("", cpu_group(), Watchdog(Path(), Comm())), []

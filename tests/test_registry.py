@@ -115,18 +115,6 @@ def test_what_a_model_has_no_plan_for_is_refused(monkeypatch, layout: dict, mess
         check(config)
 
 
-@pytest.mark.parametrize("method", ["ring", "all_gather"])
-def test_windows_need_all_tokens_of_a_head(monkeypatch, method: Any) -> None:
-    monkeypatch.setenv("NGPU", "2")
-    config = Config(
-        data=Data(variables=("2m_temperature",)),
-        model=Model(attention_windows=((4, 0),)),
-        parallelism=Parallelism(context_parallel_degree=2, context_parallel_method=method),
-    )
-    with pytest.raises(ConfigError, match=f"context_parallel_method = '{method}'.*ulysses"):
-        check(config)
-
-
 OUTSIDE = """
 import torch
 from torch import nn

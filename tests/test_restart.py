@@ -13,7 +13,7 @@ from torch import Tensor
 
 import train
 from checkpoints.checkpointer import Checkpointer, find_undamaged
-from checkpoints.files import candidates, step_folder
+from checkpoints.files import step_folder
 from config import Checkpoint
 from tests.parity import Layout, SmallRun
 from tests.planned import run_train
@@ -151,15 +151,6 @@ def save_two(folder: Path) -> None:
     for step in (1, 2):
         checkpointer.save(step, {"model.weight": torch.full((3,), float(step))})
     checkpointer.close()
-
-
-def test_a_checkpoint_that_is_removed_meanwhile_is_no_damage(one_rank, tmp_path, caplog):
-    """The run that fine-tuning begins from goes on and prunes."""
-    save_two(tmp_path)
-    gone = [step_folder(tmp_path, 7), *candidates(tmp_path)]
-    found = find_undamaged(lambda: gone)
-    assert found and found.folder == step_folder(tmp_path, 2)
-    assert not [record for record in caplog.records if record.levelname == "WARNING"]
 
 
 def test_a_best_checkpoint_of_an_abandoned_branch_sets_no_bar(tmp_path):

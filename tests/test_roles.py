@@ -20,7 +20,7 @@ from tests.started_jobs import LATITUDE, LONGITUDE, run_options, small_dataset, 
 from tests.test_history import SECTIONS
 
 WIND, RAIN, SEA = "10m_u_component_of_wind", "total_precipitation_6hr", "sea_surface_temperature"
-STEP, LAST = np.timedelta64(6, "h"), 159
+LAST = 159
 
 
 @pytest.fixture(scope="module")

@@ -21,7 +21,7 @@ import evaluate
 from checkpoints import checkpointer as saving
 from checkpoints import files
 from checkpoints.checkpointer import Checkpointer, find_undamaged
-from checkpoints.files import Unreadable, clear_leftovers, complete_steps, prune, step_folder
+from checkpoints.files import Unreadable, complete_steps, prune, step_folder
 from config import Checkpoint, Config, Optimizer
 from config import Metrics as Settings
 from datasets.remote import NO_OPTIONS
@@ -119,6 +119,8 @@ def test_a_checkpoint_that_is_read_is_kept_where_locks_need_a_writer(one_rank, t
         monkeypatch.setattr(files.fcntl, "flock", flock)
         prune(tmp_path, 1)
     assert complete_steps(tmp_path) == [1, 2]
+    prune(tmp_path, 1)
+    assert complete_steps(tmp_path) == [2]
 
 
 def test_a_checkpoint_that_is_removed_while_it_is_checked_is_no_damage(build, tmp_path, monkeypatch, caplog):  # noqa: F811
@@ -178,15 +180,6 @@ def test_a_last_save_that_fails_after_its_rename_is_there(build, tmp_path, monke
     run.save(checkpointer)
     assert checkpointer.finish(1, run.state.state_dict()) == "" and failed
     assert complete_steps(tmp_path) == [1] and build().newest() == 1
-
-
-def test_a_step_folder_without_a_manifest_is_set_aside(tmp_path, caplog):
-    """It blocked the name of its step: code 1 after 39 s at every start."""
-    step_folder(tmp_path, 3).mkdir()
-    (step_folder(tmp_path, 3) / "__0_0.distcp").write_bytes(b"x")
-    clear_leftovers(tmp_path)
-    assert [path.name for path in tmp_path.iterdir()] == ["step-00000003.damaged"]
-    assert "step-00000003" in caplog.text
 
 
 def test_a_rollback_goes_to_the_oldest_checkpoint_and_may_take_long(build, monkeypatch):  # noqa: F811
@@ -273,19 +266,6 @@ def test_a_name_that_leads_to_this_node_alone_is_refused(monkeypatch):
     monkeypatch.setattr(torchrun.socket, "gethostbyname", lambda name: "127.0.1.1")
     with pytest.raises(ConfigError, match="RDZV_ENDPOINT.*127.0.1.1"):
         torchrun.run_ranks(["--nnodes=2", "--node-rank=0", "--rdzv-endpoint=node0:29500", "train.py"])
-
-
-@pytest.mark.parametrize(
-    ("have_met", "text"), [(True, "the launcher failed"), (False, "the nodes did not meet")]
-)
-def test_an_error_of_the_launcher_is_no_node_that_is_missing(monkeypatch, have_met, text):
-    def run(_: object) -> None:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(torchrun, "run", run)
-    monkeypatch.setattr(torchrun.Node, "have_met", have_met)
-    with pytest.raises(RunFailed, match=f"{text}.*: OSError: .*No space left"):
-        torchrun.run_ranks(["--nproc-per-node=2", "train.py"])
 
 
 def test_gpus_that_are_not_visible_are_not_counted(tmp_path):

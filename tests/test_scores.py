@@ -1,4 +1,4 @@
-"""Every score against loops in plain Python, which share no code with it."""
+"""Every score against loops in plain Python, which share no code with it; spectra in closed form."""
 
 import math
 
@@ -10,15 +10,19 @@ import xarray as xr
 from datasets.grid import Grid
 from tests.forecasts import grid as coordinates
 from verification.scores import (
+    EARTH_RADIUS,
     REGIONS,
     RegionMeans,
     append_wind,
+    circumference,
     date_statistics,
     final_scores,
+    mean_of_midlatitudes,
     region_weights,
     regions_on,
     statistic_names,
     wind_pairs,
+    zonal_energy_spectrum,
 )
 
 GRIDS = {"poles": (7, 8, True), "no poles": (6, 12, False)}
@@ -205,3 +209,40 @@ def test_means_do_not_depend_on_threads_nor_on_the_block_of_variables() -> None:
         for f, t, c in zip(forecast, truth, climatology, strict=True)
     ]
     assert torch.equal(found[0], found[1]) and torch.equal(found[0], torch.cat(alone, dim=1))
+
+
+# -- spectra
+
+ROWS = np.array([60.0, 0.0, -30.0])
+LENGTH = 2 * np.pi * EARTH_RADIUS * np.array([0.5, 1.0, np.sqrt(3) / 2])  # by hand
+
+
+def test_circles_of_latitude() -> None:
+    np.testing.assert_allclose(circumference(ROWS), LENGTH, rtol=1e-15)
+    assert abs(circumference(np.array([90.0]))[0]) < 1e-8
+
+
+@pytest.mark.parametrize("number", [0, 1, 3])
+def test_a_wave_has_its_energy_at_its_wavenumber(number: int) -> None:
+    """A cos(k x) has the mean square A^2 / 2 (A^2 for k = 0), times the length of the circle."""
+    angle = 2 * np.pi * np.arange(16) / 16
+    field = torch.from_numpy(np.tile(5 * np.cos(number * angle + 0.3), (3, 1)))
+    energy = zonal_energy_spectrum(field, torch.from_numpy(circumference(ROWS))).numpy()
+    square = (5 * np.cos(0.3)) ** 2 if number == 0 else 12.5
+    np.testing.assert_allclose(energy[:, number], square * LENGTH, rtol=1e-13)
+    assert np.delete(energy, number, axis=1).max() < 1e-13 * energy.max()
+
+
+def test_energies_add_up_to_the_integral_of_the_square() -> None:
+    field = torch.from_numpy(np.random.default_rng(0).normal(size=(2, 3, 15)))
+    energy = zonal_energy_spectrum(field, torch.from_numpy(LENGTH))
+    expected = (field**2).mean(-1) * torch.from_numpy(LENGTH)
+    assert torch.allclose(energy.sum(-1), expected, rtol=1e-13)
+
+
+def test_the_mean_of_middle_latitudes_leaves_out_missing_rows_and_poles() -> None:
+    energy = np.array([[8.0], [1.0], [np.nan], [3.0], [5.0], [9.0]])
+    rows = np.array([90.0, 60.0, 45.0, 30.0, 0.0, -90.0])
+    spectrum = xr.DataArray(energy, {"latitude": rows}, ("latitude", "zonal_wavenumber"))
+    assert mean_of_midlatitudes(spectrum).values == [2.0]
+    assert mean_of_midlatitudes(spectrum[[0, 4, 5]]).values == [5.0]  # no row is in the middle

@@ -1,13 +1,9 @@
 """Batches that threads read from converted stores: equal to zarr-python's."""
 
 import json
-import os
 import resource
 import shutil
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
-from functools import lru_cache
-from io import FileIO
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +14,7 @@ import xarray as xr
 import zarr
 from torch.utils.data import Sampler
 
-from datasets import convert, shards
+from datasets import convert
 from datasets.archive import TrainingStore, open_archive
 from datasets.field_dataset import FieldDataset
 from datasets.loader import Loader, TrainLoader, TrainSampler
@@ -200,20 +196,6 @@ def test_only_arrays_of_this_format_are_read_by_the_fast_reader(tmp_path, change
     assert not isinstance(archive, TrainingStore)
     if change == "no mark of ours":
         np.testing.assert_array_equal(archive.read_block(0, 5, [NAME])[:, 0], truth)
-
-
-def test_few_files_are_open_at_once(tmp_path, monkeypatch):
-    monkeypatch.setattr(shards, "_open", lru_cache(5)(FileIO))
-    for number in range(12):
-        (tmp_path / str(number)).write_bytes(b"%03d" % number)
-
-    def read(number: int) -> bytes:
-        return bytes(shards._read(shards._open(str(tmp_path / str(number))), 0, 3))
-
-    with ThreadPoolExecutor(4) as pool:
-        assert list(pool.map(read, [*range(12), *range(12)])) == [b"%03d" % (i % 12) for i in range(24)]
-    links = [f"/proc/self/fd/{number}" for number in os.listdir("/proc/self/fd")]
-    assert sum(str(tmp_path) in os.readlink(link) for link in links if os.path.lexists(link)) == 5
 
 
 def test_forty_arrays_are_read_with_256_open_files(tmp_path):

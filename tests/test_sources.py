@@ -1,5 +1,6 @@
 """Several sources of one run: joined variables and dates, and sources that cannot be joined."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -7,9 +8,12 @@ import pytest
 import xarray as xr
 
 from config import Data
+from datasets.dates import evenly_spaced
+from datasets.options import parse_period
 from datasets.selection import open_selection
 from errors import DataError
 from tests.planned import run_train
+from tests.sample_archives import analyses, weatherbench
 from tests.started_jobs import run_options, write_config
 from training.config_checks import load_checked
 
@@ -69,3 +73,46 @@ def test_another_grid_and_a_source_that_is_not_there(options: list[str], tmp_pat
     for name in ("coarse.nc", "nowhere.nc"):
         with pytest.raises(DataError, match=name):
             open_selection(Data(**{**vars(data), "more_paths": (str(tmp_path / name),)}), (3, 4), ())
+
+
+# -- periods and dates
+
+NAMES = ("2m_temperature", "geopotential:500")
+
+
+def hours(n: int, missing: tuple[int, ...] = ()) -> xr.Dataset:
+    """n dates 6 h apart from 2020-01-01, without some."""
+    ds = xr.concat([analyses().isel(time=0)] * n, "time")
+    ds = ds.assign_coords(time=np.datetime64("2020-01-01", "ns") + np.arange(n) * np.timedelta64(6, "h"))
+    return ds.isel(time=[i for i in range(n) if i not in missing])
+
+
+@pytest.fixture
+def data(tmp_path):
+    path = weatherbench(tmp_path, hours(20, missing=(7,)))
+    return Data(
+        path=path,
+        variables=NAMES,
+        train_period=("2020-01-01", "2020-01-03"),
+        validation_period=("2020-01-04", "2020-01-05"),
+        static_variables=("land_sea_mask",),
+    )
+
+
+def test_dates_with_an_offset_become_utc() -> None:
+    first, last = parse_period("p", ("2020-01-01T06:00+02:00", "2020-01-01")) or (None, None)
+    assert first and first.isoformat() == "2020-01-01T04:00:00"
+    assert last and last.isoformat() == "2020-01-01T23:59:59"
+
+
+def test_the_last_day_counts_to_its_end(data):
+    selection = open_selection(data, (2, 2), ())
+    assert selection.archive.times[selection.train[-1]] == np.datetime64("2020-01-03T18")
+    precise = replace(data, train_period=("2020-01-01", "2020-01-03T06"))
+    selection = open_selection(precise, (2, 2), ())
+    assert selection.archive.times[selection.train[-1]] == np.datetime64("2020-01-03T06")
+
+
+def test_evenly_spaced():
+    assert evenly_spaced(np.arange(10), 0).tolist() == list(range(10))
+    assert evenly_spaced(np.arange(10), 4).tolist() == [0, 3, 6, 9]

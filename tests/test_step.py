@@ -57,37 +57,24 @@ class CountingLoader:
 
     def __init__(self) -> None:
         self.sampler = TrainSampler(100, 0, 2, 1, 0, 1)
-        self.accumulations: list[int] = []
         self.starts: list[tuple[int, int]] = []
-        self.num_dates: list[int] = []
 
-    def iterate(self, taken: int, shuffle: int = 0, num_dates: int = 2, accumulation: int = 1):
+    def iterate(self, taken: int, shuffle: int = 0, **_: int):
         self.starts.append((taken, shuffle))
-        self.num_dates.append(num_dates)
-        self.accumulations.append(accumulation)
         for first in range(taken, 1000, 2):
             yield torch.full((2, 1), float(first)), torch.zeros(2, dtype=torch.int64)
-
-
-def batches_of(
-    monkeypatch: pytest.MonkeyPatch,
-    loader: CountingLoader,
-    progress: Progress,
-    global_batch: int,
-    **training: Any,
-) -> Batches:
-    """Batches of a run with micro-batches of 2 samples."""
-    monkeypatch.setattr("training.batches.TrainLoader", lambda *_, **__: loader)
-    config = Config(training=Training(local_batch_size=2, **training))
-    mesh = SimpleNamespace(dp_rank=0, degrees=SimpleNamespace(dp=1))
-    model, state = SimpleNamespace(device=torch.device("cpu"), mesh=mesh), SimpleNamespace(progress=progress)
-    return Batches([0] * 100, config, state, model, global_batch)  # type: ignore[arg-type]
 
 
 def test_the_loader_goes_where_progress_stands(monkeypatch) -> None:
     """On with the next samples; back after a rollback; the same again after a step that was not taken."""
     loader, progress = CountingLoader(), Progress()
-    batches = batches_of(monkeypatch, loader, progress, 4)
+    monkeypatch.setattr("training.batches.TrainLoader", lambda *_, **__: loader)
+    config = Config(training=Training(local_batch_size=2))
+    mesh = SimpleNamespace(dp_rank=0, degrees=SimpleNamespace(dp=1))
+    model: Any = SimpleNamespace(device=torch.device("cpu"), mesh=mesh)
+    state: Any = SimpleNamespace(progress=progress)
+    dataset: Any = [0] * 100
+    batches = Batches(dataset, config, state, model, 4)
 
     def firsts() -> list[int]:
         return [int(fields[0, 0]) for fields, _ in batches]
@@ -101,19 +88,6 @@ def test_the_loader_goes_where_progress_stands(monkeypatch) -> None:
     progress.samples, progress.rollbacks = 4, 1
     assert firsts() == [4, 6] and loader.starts[-1] == (4, 1)
     assert batches.epoch == 0.04
-
-
-def test_a_stage_reads_what_its_steps_need(monkeypatch) -> None:
-    """The same samples in the same order, with as many dates as a rollout has states."""
-    loader, progress, stages = CountingLoader(), Progress(), {"steps": 4, "rollout_steps": (1, 4)}
-    batches = batches_of(monkeypatch, loader, progress, 2, **stages)
-    firsts = []
-    for _ in range(4):
-        firsts += [int(fields[0, 0]) for fields, _ in batches]
-        progress.advance(2)
-    assert firsts == [0, 2, 4, 6] and loader.starts == [(0, 0), (4, 0)] and loader.num_dates == [2, 5]
-    again = batches_of(monkeypatch, loader, progress, 2, **stages)
-    assert next(iter(again)).fields[0, 0] == 8 and loader.num_dates[-1] == 5
 
 
 def fail_on_the_first_rank() -> str:

@@ -24,11 +24,8 @@ OPTIONS += ["--validation.enable", "true", "--validation.plots=false", "--checkp
 
 def start(folder: Path, trials: int, *options: str) -> subprocess.Popen:
     config = folder / "tiny.toml"
-    command = [
-        sys.executable,
-        ROOT / "scripts" / "sweep.py",
-        config if config.exists() else write_config(folder),
-    ]
+    command = [sys.executable, ROOT / "scripts" / "sweep.py"]
+    command += [config if config.exists() else write_config(folder)]
     command += ["--trials", str(trials), "--folder", folder / "sweep", *OPTIONS, *options]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "NGPU": "1"}
     return subprocess.Popen(
@@ -41,23 +38,8 @@ def trials_of(folder: Path) -> list[Any]:
     return optuna.load_study(study_name="sweep", storage=storage).trials
 
 
-def test_two_trials_and_one_more(tmp_path: Path) -> None:
-    """A score is that of the run's last validation; a second start adds a trial."""
-    steps = ["--training.steps=6", "--validation.interval=3", "--checkpoint.enable=false"]
-    for number in (2, 3):
-        out, error = start(tmp_path, number, *steps).communicate(timeout=250)
-        assert "best: trial" in out, error
-        trials = trials_of(tmp_path)
-        assert [trial.state for trial in trials] == [TrialState.COMPLETE] * number
-    assert len({trial.params["optimizer.lr"] for trial in trials}) == 3
-    for trial in trials:
-        run = tmp_path / "sweep" / f"trial-{trial.number:04d}"
-        scores = {record["step"]: record["val/loss"] for record in records(run) if "val/loss" in record}
-        assert trial.value == scores[6] and trial.intermediate_values == scores
-        assert f"lr = {trial.params['optimizer.lr']}" in (run / "config.toml").read_text()
-
-
-def test_a_stopped_sweep_continues_its_open_trial(tmp_path: Path) -> None:
+def test_a_stopped_sweep_continues_its_open_trial_and_adds_another(tmp_path: Path) -> None:
+    """A score is that of the run's last validation."""
     process, run = start(tmp_path, 1, "--training.steps=100000"), tmp_path / "sweep" / "trial-0000"
     until = time.monotonic() + 120
     while last_step(run) < 3 and time.monotonic() < until:
@@ -66,10 +48,16 @@ def test_a_stopped_sweep_continues_its_open_trial(tmp_path: Path) -> None:
     process.communicate(timeout=60)
     assert process.returncode == 75 and trials_of(tmp_path)[0].state == TrialState.RUNNING
     (saved,) = complete_steps(run / "checkpoints")
-    out, error = start(tmp_path, 1, f"--training.steps={saved + 2}").communicate(timeout=120)
-    (trial,) = trials_of(tmp_path)
-    assert trial.state == TrialState.COMPLETE and out.count("trial 0: complete") == 1, error
+    out, error = start(tmp_path, 2, f"--training.steps={saved + 2}").communicate(timeout=250)
+    trials = trials_of(tmp_path)
+    assert [trial.state for trial in trials] == [TrialState.COMPLETE] * 2 and "best: trial" in out, error
+    assert out.count("trial 0: complete") == 1
     assert f"resumed from {run / 'checkpoints'}" in Path(f"{run}.log").read_text()
+    for trial in trials:
+        folder = tmp_path / "sweep" / f"trial-{trial.number:04d}"
+        scores = {record["step"]: record["val/loss"] for record in records(folder) if "val/loss" in record}
+        assert trial.value == scores[saved + 2] and trial.intermediate_values == scores
+        assert f"lr = {trial.params['optimizer.lr']}" in (folder / "config.toml").read_text()
 
 
 def sweep_of(monkeypatch: pytest.MonkeyPatch, folder: Path, runs: list[list[float | None]]) -> list[Any]:

@@ -95,25 +95,6 @@ def test_a_run_leaves_what_the_contract_names_and_learns(config_file, tmp_path):
         assert last[f"val/rmse/{name}"] < last[f"val/rmse_training_mean/{name}"]
 
 
-def test_a_resumed_run_repeats_to_the_bit(config_file, tmp_path):
-    """Losses and the validation, with reading threads; tests/test_exact_resume.py has the weights."""
-    options = ["--checkpoint.enable", "--checkpoint.interval", "4", "--lr_scheduler.decay_type", "constant"]
-    options += ["--model.stochastic_depth", "0.2"]  # draws random numbers in every step
-    whole = run(config_file, tmp_path / "whole", *options)
-    options += ["--checkpoint.async_mode", "async", "--data.num_workers", "2"]
-    part = run(config_file, tmp_path / "part", *options, "--training.steps", "8")
-    assert losses(part) == losses(whole)[:8]
-    resumed = run(config_file, tmp_path / "part", *options)
-    assert losses(resumed) == losses(whole) and resumed[-1] == whole[-1]
-
-
-def test_a_finished_run_started_again_trains_nothing_and_validates(config_file, tmp_path):
-    first = run(config_file, tmp_path / "run", "--checkpoint.enable")
-    again = run(config_file, tmp_path / "run", "--checkpoint.enable")
-    assert losses(first) == losses(again)
-    assert again[-1] == first[-1]
-
-
 @pytest.mark.parametrize(("dtype", "tolerance"), [("bfloat16", 0.03), ("float16", 0.01)])
 def test_half_precision_follows_float32(plain, config_file, tmp_path, dtype, tolerance):
     half = run(config_file, tmp_path / "half", "--training.mixed_precision_param", dtype)
@@ -156,7 +137,7 @@ def test_deterministic_switch_is_set_and_unset(config_file, tmp_path):
         torch.use_deterministic_algorithms(False)
 
 
-# -- the U-Net, in one process and in two with a sharded model or a split grid
+# -- layouts and the U-Net, against one process; tests/test_parity.py has the numbers of all of them
 
 # 12 x 16 cells, 4 x 4 of them one of the coarsest level: tiles of 8 and 4 rows.
 UNET = ["--model.name", "unet", "--model.width", "8", "--model.levels", "2"]
@@ -169,18 +150,23 @@ def one(config_file: Path, tmp_path_factory) -> list[dict]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "options",
+    ("ranks", "options"),
     [
-        ["--training.local_batch_size=4"],
-        [*UNET, "--parallelism.context_parallel_degree=2"],
-        [*UNET, "--parallelism.context_parallel_degree=2", "--activation_checkpoint.mode=full"],
-        [*UNET, "--training.local_batch_size=4"],
+        (2, ["--training.local_batch_size=4"]),
+        (2, ["--parallelism.context_parallel_degree=2"]),
+        (2, ["--parallelism.context_parallel_degree=2", "--parallelism.context_parallel_method=all_gather"]),
+        (2, ["--parallelism.context_parallel_degree=2", "--parallelism.context_parallel_method=ring"]),
+        (2, ["--parallelism.pipeline_parallel_degree=2"]),
+        (2, ["--parallelism.tensor_parallel_degree=2"]),
+        (4, ["--parallelism.data_parallel_replicate_degree=2", "--training.local_batch_size=2"]),
+        (2, [*UNET, "--parallelism.context_parallel_degree=2"]),
+        (2, [*UNET, "--parallelism.context_parallel_degree=2", "--activation_checkpoint.mode=full"]),
+        (2, [*UNET, "--training.local_batch_size=4"]),
     ],
-    ids=["FSDP", "two bands of latitude", "two halves of the globe, recomputed", "FSDP of a U-Net"],
 )
-def test_two_ranks_train_the_same_run(start_job, plain, one, config_file, tmp_path, options):
+def test_ranks_train_the_same_run(start_job, plain, one, config_file, tmp_path, ranks, options):
     alone = one if "unet" in options else plain
-    job = start_job(config_file, tmp_path / "two", *options, NGPU="2")
+    job = start_job(config_file, tmp_path / "two", *options, NGPU=str(ranks))
     assert job.end(180) == 0, job.output
     two = read(tmp_path / "two")
     assert alone is plain or losses(one)[-1] < 0.9 * losses(one)[0]

@@ -14,7 +14,6 @@ import forecast
 from datasets.archive import open_archive
 from datasets.convert import main as convert
 from datasets.describe import main as describe
-from datasets.grid import Grid, coarser, global_grid
 from datasets.plausibility import refuse_fills
 from datasets.selection import check_static
 from errors import ConfigError, DataError
@@ -164,14 +163,6 @@ def test_a_store_of_other_initial_states_is_not_finished(trained):
 
 
 # -- scores
-
-
-def test_the_coarser_grid_has_the_larger_cells():
-    fine, coarse = global_grid((24, 48)), global_grid((12, 24))
-    part = Grid(fine.latitude[4:12], fine.longitude[:8])
-    for one, other in ((fine, coarse), (part, coarse)):
-        assert coarser(one, other) is coarse and coarser(other, one) is coarse
-    assert coarser(fine, part) is fine
 
 
 @pytest.mark.parametrize("region", [(), (60, 0, 0, 60), (52, 10, -17, 100)])

@@ -169,15 +169,6 @@ def test_a_factor_does_not_depend_on_other_leads(one_rank, tmp_path, area):
         selection.samples_by_lead("train", [1, 5])
 
 
-def test_table_and_record(one_rank, dataset, area):
-    scores = run(dataset, area, persistence, persistence=persistence)
-    record = scores.record(7)
-    assert record["step"] == 7
-    assert record["val/rmse/geopotential:500"] == record["val/rmse_persistence/geopotential:500"]
-    assert "val/rmse/2m_temperature@12h" in record
-    assert "m2 s-2" in scores.table() and "12 h" in scores.table()
-
-
 def test_the_loss_is_of_one_step_whatever_the_leads(one_rank, tmp_path, area):
     """As in training, where leads of two steps are scored; their scores do not depend on it."""
     (tmp_path / "one").mkdir()

@@ -46,15 +46,6 @@ def test_stalled_ranks():
     assert stalled(ranks({"seconds": 12.0, "limit": 600.0, "phase": "validation"}, waiting)) == []
 
 
-def test_activity_knows_phase_and_place():
-    activity = Activity()
-    activity.start_phase("train", 3)
-    with activity.phase("validation"), activity.phase("data"):
-        assert activity.phases == ("train", "validation", "data")
-        assert not activity.waits_for_others()
-    assert activity.phases == ("train",)
-
-
 def test_a_host_whose_device_is_busy_waits(monkeypatch):
     """A rank that does nothing has an idle device; one that waits for others in a collective has not."""
     activity = Activity()
