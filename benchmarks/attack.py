@@ -71,8 +71,8 @@ RUN_TRAIN, U, V = str(ROOT / "run_train.sh"), *NAMES
 LIMIT = 60.0  # seconds of a command
 MOST_BYTES = 8 * 2**30  # of memory a case may ask for: one that asks for more meets a MemoryError
 LEAVE_SECONDS, TAIL = 3.0, 600  # for processes of a case to end after it; characters shown of its output
-# A line of a run's log, or a progress bar: no answer, and nothing against one.
-LOGGED = re.compile(r"\d\d:\d\d:\d\d  |.*\d+%\||\d+step \[|rank +\d+: ")
+# A line of a run's log, a conversion that begins, or a progress bar: no answer, and nothing against one.
+LOGGED = re.compile(r"\d\d:\d\d:\d\d  |rossby: .*: converting \d+ dates|.*\d+%\||\d+step \[|rank +\d+: ")
 Answer = tuple[str, str]  # a verdict, and why
 
 
