@@ -1,5 +1,6 @@
 """What FSDP keeps unsharded in a pipeline, counted on ranks, against the planner's formulas."""
 
+from dataclasses import replace
 from typing import Any
 from unittest.mock import patch
 
@@ -9,11 +10,11 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.pipelining import PipelineStage
 
-from benchmarks.layout_parity import layout_workload
 from parallelisms.pipeline import TimedStage
 from planning.collectives import Collective, Recorder
 from planning.memory import gathered_bytes, message_bytes, pipeline_gradient_bytes
-from tests.parity import Layout, SmallRun, pp
+from planning.workload import workload_of
+from tests.parity import GLOBAL_BATCH, VARIABLES, Layout, SmallRun, config_of, pp
 
 SCHEDULES = ("GPipe", "1F1B", "Interleaved1F1B", "InterleavedZeroBubble", "ZBVZeroBubble")
 
@@ -94,7 +95,10 @@ def test_a_stage_stays_unsharded_to_its_last_micro_batch(ranks, schedule: str, d
     if schedule == "ZBVZeroBubble" and torch.__version__ < "2.12":
         pytest.skip("planning/start_checks.py refuses this schedule with an older torch")
     layout = Layout(4, pp(schedule), dtype=dtype)
-    work = layout_workload(layout)
+    config = config_of(layout, 0)
+    samples = {"local_batch_size": GLOBAL_BATCH // 2, "global_batch_size": GLOBAL_BATCH}  # pp 2 x fsdp 2
+    config = replace(config, training=replace(config.training, **samples))
+    work = workload_of(config, layout.ranks, layout.grid, len(VARIABLES))
     found = ranks(4).run(keep_and_reduce, layout, timeout=120)
     if schedule == "ZBVZeroBubble":  # the first rank has the first stage and the last
         planned = [(True, True), (False, False)]
