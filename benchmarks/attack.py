@@ -1,16 +1,18 @@
 """Attack the program from outside, and count its responses.
 
     .venv/bin/python benchmarks/attack.py [--kind data] [--named TEXT] [--cases 60] [--seed 0] [--jobs 2]
-    .venv/bin/python benchmarks/attack.py sources --seeds 100 [--first 0] [--seed S]
+    .venv/bin/python benchmarks/attack.py scores --seeds 100 [--first 0] [--seed S]     evaluate.py
+    .venv/bin/python benchmarks/attack.py sources --seeds 100 [--first 0] [--seed S]    datasets/
 
 Bad input has to end in one line and exit code 2; no byte of a run's folder may change where nothing was to be
 written. "other" is an answer of several lines, or with another exit code. Cases are made from the types and
 ranges of config.py, variants of an archive, damaged files, and the lists of attack.toml; --cases: so many,
 drawn. What a run meets while it trains: chaos.py.
 
-sources: random, valid, unusual inputs (odd_inputs.py). What datasets/ reads, converts, and converts after it
-was killed, is compared with what was written. Refusals are counted and printed: one of what is neither
-ambiguous nor unsupported is a defect, too.
+sources, scores: random, valid, unusual inputs (odd_inputs.py). What datasets/ reads, converts, and converts
+after it was killed, is compared with what was written; what evaluate.py writes with float64 code from the
+definitions (score_definitions.py). Refusals are counted and printed: one of what is neither ambiguous nor
+unsupported is a defect, too.
 
 Commands are forks of a process that has imported torch. Ends with 1 when anything is not as it should be.
 """
@@ -37,7 +39,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
-from functools import partial
+from functools import partial, reduce
 from importlib import import_module
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, get_args, get_origin
@@ -50,8 +52,10 @@ import tomli_w
 import xarray as xr
 from numcodecs import LZ4, Blosc, Zlib, Zstd
 
-from benchmarks.odd_inputs import VARIABLES, base, generate_source
+from benchmarks.odd_inputs import HOUR, VARIABLES, Fields, base, generate_scores, generate_source
+from benchmarks.odd_inputs import Case as Evaluation
 from benchmarks.results_file import ROOT, parse, record
+from benchmarks.score_definitions import expected
 from checkpoints.files import crc32_of, read_manifest, write_manifest
 from command_line import answer_early
 from config import SECTIONS
@@ -649,7 +653,10 @@ def attack_commands(options: Namespace) -> int:
 
 # -- valid, unusual input
 
-ROUNDED = 1e-6  # relative: of converted values
+ACTIVITY = ("forecast_activity", "truth_activity")
+EXACT, ROUNDED = 1e-10, 1e-6  # relative: of float32 fields as they are, and of converted or regridded ones
+POWER = {"mse": 2} | dict.fromkeys(("rmse", "rmse_sqrt_before_time_avg", "mae", "bias", "crps", "spread"), 1)
+POWER |= dict.fromkeys(ACTIVITY, 1)
 
 
 def judged(function: Callable, *arguments: Any) -> Answer:
@@ -670,44 +677,57 @@ def judged(function: Callable, *arguments: Any) -> Answer:
     return (RIGHT, "") if code == 0 else (TRACEBACK, f"exit code {code}: {text[-300:]}")
 
 
-def read_back(folder: Path, target: str = "", dtype: str = "") -> int:
-    """Print what differs between a source, or the store that it was converted to, and what was written."""
-    from datasets.archive import open_archive
-
-    path, fields = pickle.loads((folder / "case.pickle").read_bytes())
-    path, wrong = target or path, []
-    with one_line_errors():
-        archive = open_archive(path)
-        if lost := {*map(base, fields.values)} & archive.unreadable.keys():
-            raise DataError("; ".join(archive.unreadable[name] for name in lost))
-        for what, ours, theirs in (
-            ("variables", sorted(fields.values), sorted({*archive.variables} - {"ozone_mass_mixing_ratio"})),
-            ("static", sorted(fields.static), sorted(archive.static_variables)),
-            ("dates", fields.times.astype("M8[s]").tolist(), archive.times.tolist()),
-            ("grid", (len(fields.latitude), len(fields.longitude)), archive.grid.shape),
-        ):
-            wrong += [f"{what}: {theirs}, not {ours}"] if ours != theirs else []
-        turn = np.abs((archive.grid.longitude[:, None] - fields.longitude + 180) % 360 - 180)
-        columns = turn.argmin(axis=1)
-        if not wrong and max(turn.min(1).max(), np.abs(archive.grid.latitude - fields.latitude).max()) > 1e-4:
-            wrong.append(f"places: {archive.grid.latitude}, {archive.grid.longitude}")
-        for name, values in () if wrong else (fields.values | fields.static).items():
-            ours, room = values[..., columns], 1e-7 * VARIABLES[base(name)]["size"][1]
-            if name in fields.static:
-                theirs = archive.read_static(name)
-            else:
-                theirs = np.stack([archive.read(i, [name])[0] for i in range(len(fields.times))])
-            if dtype == "float16" and name in fields.values:  # rounding about the offset, as documented
-                attrs = xr.open_zarr(path, decode_cf=False, consolidated=False)[name.replace(":", "_")].attrs
-                room = room + 2.0**-11 * np.abs(ours - attrs["add_offset"]) + 2.0**-25 * attrs["scale_factor"]
-            off = np.nan_to_num(np.abs(ours - theirs) - ROUNDED * np.abs(ours) - room) > 0
-            off |= np.isnan(ours) != np.isnan(theirs)
-            if off.any():
-                at = tuple(np.argwhere(off)[0])
-                where = f"{off.sum()} of {off.size} values, the first at {at}"
-                wrong.append(f"{name}: {where}: {theirs[at]:.9g}, not {ours[at]:.9g}")
+def report(wrong: list[str]) -> int:
     print("\n".join(wrong))
     return 3 * bool(wrong)
+
+
+def read_back(folder: Path, target: str = "", dtype: str = "") -> int:
+    """Compare a source, or the store it was converted to, with what was written."""
+    path, fields = pickle.loads((folder / "case.pickle").read_bytes())
+    with one_line_errors():
+        return report(compare_archive(target or path, fields, dtype))
+    return 0
+
+
+def compare_archive(path: str, fields: Fields, dtype: str) -> list[str]:
+    """Return what differs. dtype: of a store that was converted, with the error that it documents."""
+    from datasets.archive import open_archive
+
+    archive, wrong, times = open_archive(path), [], fields.axes["time"]
+    if lost := {*map(base, fields.values)} & archive.unreadable.keys():
+        raise DataError("; ".join(archive.unreadable[name] for name in lost))
+    for what, ours, theirs in (
+        ("variables", sorted(fields.values), sorted(set(archive.variables) - {"ozone_mass_mixing_ratio"})),
+        ("static", sorted(fields.static), sorted(archive.static_variables)),
+        ("dates", times.astype("M8[s]").tolist(), archive.times.tolist()),
+        ("grid", (len(fields.latitude), len(fields.longitude)), archive.grid.shape),
+    ):
+        wrong += [f"{what}: {theirs}, not {ours}"] if ours != theirs else []
+    if wrong:
+        return wrong
+    turn = np.abs((archive.grid.longitude[:, None] - fields.longitude + 180) % 360 - 180)
+    columns = turn.argmin(axis=1)
+    if max(turn.min(axis=1).max(), np.abs(archive.grid.latitude - fields.latitude).max()) > 1e-4:
+        return [f"places: {archive.grid.latitude}, {archive.grid.longitude}"]
+    for name, values in (fields.values | fields.static).items():
+        ours, room = values[..., columns], 1e-7 * VARIABLES[base(name)]["size"][1]
+        if name in fields.static:
+            theirs = archive.read_static(name)
+        else:
+            theirs = np.stack([archive.read(i, [name])[0] for i in range(len(times))])
+        if dtype == "float16" and name in fields.values:  # rounding about the offset
+            attrs = xr.open_zarr(path, decode_cf=False, consolidated=False)[name.replace(":", "_")].attrs
+            room = room + 2.0**-11 * np.abs(ours - attrs["add_offset"]) + 2.0**-25 * attrs["scale_factor"]
+        off = np.nan_to_num(np.abs(ours - theirs) - ROUNDED * np.abs(ours) - room) > 0
+        if (missing := np.isnan(ours) != np.isnan(theirs)).any():
+            wrong.append(f"{name}: {missing.sum()} cells are missing in one, first {np.argwhere(missing)[0]}")
+        elif off.any():
+            at = tuple(np.argwhere(off)[0])
+            wrong.append(
+                f"{name}: {off.sum()} of {off.size} values, first {theirs[at]:.9g}, not {ours[at]:.9g}"
+            )
+    return wrong
 
 
 def convert(words: list[str], ended_by: int | None) -> int:
@@ -747,12 +767,82 @@ def source(seed: int, folder: Path) -> Answer:
     return verdict, f"converted to {dtype}: {why}" if why else ""
 
 
-def compare_sources(options: Namespace) -> int:
+def evaluate_case(folder: Path) -> None:
+    import evaluate
+
+    evaluation = pickle.loads((folder / "case.pickle").read_bytes())
+    evaluate.plot_evaluation = lambda *_: None  # seconds a case, and no numbers
+    sys.argv = ["evaluate.py", *evaluation.words]
+    evaluate.main()
+
+
+def compare_scores(folder: Path) -> int:
+    evaluation: Evaluation = pickle.loads((folder / "case.pickle").read_bytes())
+    ours, regions, card, exact = expected(evaluation)
+    with xr.open_dataset(folder / "run/evaluation/scores.nc", engine="h5netcdf") as ds:
+        theirs, wrong = ds.load(), []
+    if [*theirs.region.values] != regions:
+        return report([f"regions: {[*theirs.region.values]}, not {regions}"])
+    worst: dict[str, tuple[float, str]] = {}
+    for (forecast, metric, variable, hours), values in ours.items():
+        name, _, level = variable.partition(":")
+        at: Any = {"forecast": forecast, "metric": metric, "lead_time": hours * HOUR.astype("m8[ns]")}
+        try:
+            score = theirs[name].sel(at | ({"level": int(level)} if level else {})).values
+        except KeyError:
+            score = np.full(len(regions), np.nan)
+        score = np.nan_to_num(score) if metric == "num_dates" else score
+        component = base(variable).replace("wind_vector", "u_component_of_wind").replace("10m_u", "u")
+        mean, size = VARIABLES[component]["size"]
+        power = POWER.get(metric, 0)
+        activity = [ours.get((forecast, m, variable, hours), size) for m in ACTIVITY if "acc" in metric]
+        least = reduce(np.fmin, activity, size)
+        rounding = EXACT if exact else ROUNDED + 5e-7 * mean / least
+        room = rounding * (np.abs(values) + size**power)  # float32 of large means, of anomalies for an ACC
+        room = room * (100 * np.maximum(1, values) if "skill" in metric else 1)  # the skill may be nearly 0
+        missing = np.isnan(values), np.isnan(score)
+        off = np.where(missing[0] | missing[1], missing[0] != missing[1], np.abs(values - score) > room)
+        if off.any():
+            r = int(off.argmax())
+            by = np.nan_to_num(abs(score[r] / values[r] - 1), nan=np.inf)
+            where = f"{metric} of {forecast!r}, {variable} at {hours} h, {regions[r]}"
+            text = f"{where}: {score[r]:.9g}, not {values[r]:.9g}"
+            worst[metric] = max(worst.get(metric, (-1.0, "")), (by, text))
+    wrong = [text for _, text in worst.values()]
+    extra = sum(int(scores.sel(metric="rmse").notnull().sum()) for scores in theirs.values())
+    mine = sum(np.isfinite(v).sum() for (_, metric, _, _), v in ours.items() if metric == "rmse")
+    wrong += [f"{extra} RMSEs, not {mine}"] if extra != mine else []
+    path = folder / "run/evaluation/scorecard.csv"
+    rows = pd.read_csv(path).to_dict("records") if path.exists() else []
+    percent = {(row["variable"], row["lead_hours"]): row["percent"] for row in rows}
+    if evaluation.against and percent.keys() != card.keys():
+        wrong.append(f"scorecard: rows {sorted(percent.keys() ^ card.keys())} are in one of both")
+    for key, value in percent.items():
+        if abs(value - card.get(key, value)) > 2e-4 + (not exact) * 1e-4 * (100 + abs(value)):
+            wrong.append(f"scorecard: {key}: {value}, not {card[key]:.4f}")
+    return report(wrong)
+
+
+def score(seed: int, folder: Path) -> Answer:
+    """Return the verdict on one evaluation."""
+    for function, arguments in ((generate_scores, (seed, folder)), (evaluate_case, (folder,))):
+        answer = judged(function, *arguments)
+        if answer[0] == "refused" and "truth has no analysis" in answer[1]:
+            ours = expected(pickle.loads((folder / "case.pickle").read_bytes()))[0]
+            some = any(values.any() for key, values in ours.items() if key[1] == "num_dates")
+            return answer if some else (RIGHT, "")
+        if answer[0] != RIGHT:
+            return answer
+    return judged(compare_scores, folder)
+
+
+def compare_random(options: Namespace) -> int:
+    kind, one = options.command, {"sources": source, "scores": score}[options.command]
     began, counts, wrong, messages = time.monotonic(), Counter(), [], Counter()
     seeds = [options.seed] if options.seed >= 0 else range(options.first, options.first + options.seeds)
     for seed in seeds:
-        folder = Path(tempfile.mkdtemp(prefix=f"rossby-source-{seed}-"))
-        verdict, why = source(seed, folder)
+        folder = Path(tempfile.mkdtemp(prefix=f"rossby-{kind}-{seed}-"))
+        verdict, why = one(seed, folder)
         counts[verdict] += 1
         if verdict == RIGHT:
             shutil.rmtree(folder)
@@ -764,14 +854,14 @@ def compare_sources(options: Namespace) -> int:
             wrong.append(f"seed {seed}: {verdict}: {why}")
     for text, number in messages.most_common():
         print(f"refused {number} x: {text}")
-    row = {"kind": "sources", "cases": len(seeds), "first": min(seeds), "counts": counts, "wrong": wrong}
+    row = {"kind": kind, "cases": len(seeds), "first": min(seeds), "counts": counts, "wrong": wrong}
     record("attack", [row | {"seconds": time.monotonic() - began}])
-    print(f"\n{pd.Series(counts).to_string()}\n{time.monotonic() - began:.0f} s")
+    print(f"\n{pd.Series(counts, name=kind).to_string()}\n{time.monotonic() - began:.0f} s")
     return int(bool(wrong))
 
 
 def main() -> int:
-    commands = {"commands": attack_commands, "sources": compare_sources}
+    commands = {"commands": attack_commands, "scores": compare_random, "sources": compare_random}
     of_cases = {"kind": "", "named": "", "cases": 0, "seed": -1, "jobs": 2}
     options = parse(__doc__, commands, **of_cases, seeds=100, first=0)
     os.environ |= environment({})  # before the server of forks starts, which takes them over

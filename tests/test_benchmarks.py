@@ -35,6 +35,7 @@ SLOW = [
     ("loader --quick --rounds=1 180", "180", (0,)),
     ("attack --cases 12 --kind keys", " s", (0,)),
     ("attack sources --seeds 2", " s", (0,)),
+    ("attack scores --seeds 2", " s", (0,)),
     ("verification_speed --dates 4 --levels 1", "memory from 1 to 4", (0, 1)),
     ("trainer_overhead --rounds=1 --steps=20 --dim=24", "asked", (0, 1)),
     (f"skill windows --seeds=1 --steps=2 --task=simulated {SHORTER}", "x", (0, 1)),
