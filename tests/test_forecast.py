@@ -295,9 +295,15 @@ def test_another_forecast_is_not_written_over(run, tmp_path):
         store(run, tmp_path / "f.zarr", "--forecast.num_steps", "6")
     assert files(tmp_path / "f.zarr") == before
     metadata = tmp_path / "f.zarr/zarr.json"
-    metadata.write_text(metadata.read_text().replace(r"\"leads\":", r"\"leads\";"))
-    with pytest.raises(UserError, match="damaged"):
-        store(run, tmp_path / "f.zarr")
+    intact = metadata.read_text()
+    # Of the description of the forecast, and of the metadata of an array, as readers take it.
+    for damaged in (
+        intact.replace(r"\"leads\":", r"\"leads\";"),
+        intact.replace('"float32"', '"flo`t32"', 1),
+    ):
+        metadata.write_text(damaged)
+        with pytest.raises(UserError, match="damaged"):
+            store(run, tmp_path / "f.zarr")
 
 
 def test_of_the_checkpoints_the_newest_good_one_is_taken(run, tmp_path):

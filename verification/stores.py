@@ -183,10 +183,21 @@ class ForecastStore:
     def create(self, about: dict[str, Any]) -> None:
         """Create the store, or continue an existing one. Raises ConfigError if it has another forecast."""
         if self.path.exists():
-            # Every byte of the store would be the same, or it is refused.
-            with self._open() as forecasts:
+            # Every byte of the store would be the same, or it is refused: what is written here by the arrays'
+            # own metadata is read elsewhere by the consolidated copy of them.
+            with self._open() as forecasts, self._open(consolidated=True) as copy:
                 stored = identity_of(forecasts.attrs)
-            if stored is None:
+                # As text, in which the fill value NaN equals itself.
+                texts = {
+                    str(
+                        [
+                            (name, some.variables[name].to_dict(data=False))
+                            for name in sorted(some.variables, key=str)
+                        ]
+                    )
+                    for some in (forecasts, copy)
+                }
+            if stored is None or len(texts) > 1:
                 raise self._error("exists, and is not a forecast of Rossby, or damaged")
             for key, value in json.loads(json.dumps(about)).items():
                 if stored.get(key) != value:
@@ -208,9 +219,9 @@ class ForecastStore:
         )
         os.replace(unfinished, self.path)
 
-    def _open(self) -> xr.Dataset:
+    def _open(self, consolidated: bool = False) -> xr.Dataset:
         try:
-            return xr.open_zarr(self.path, chunks=None, consolidated=False, decode_cf=False)
+            return xr.open_zarr(self.path, chunks=None, consolidated=consolidated, decode_cf=False)
         except (OSError, ValueError, KeyError, TypeError, ExceptionGroup):  # zarr's, of many files
             raise self._error("exists, and is not a forecast of Rossby, or damaged") from None
 
