@@ -6,7 +6,7 @@ A part of the table in tests/parity.py; benchmarks/layout_parity.py runs all of 
 import pytest
 import torch
 
-from tests.parity import BASIC, FAST, TABLE, Outcome, reference_of, three_steps
+from tests.parity import FAST, SLOW, TABLE, Outcome, reference_of, three_steps
 from tests.test_whole_matrices import check, train
 
 
@@ -15,10 +15,7 @@ def references():
     return {}
 
 
-OTHERS = [n for n in TABLE if n.removesuffix(", compile") in BASIC and n not in FAST and TABLE[n].ranks < 8]
-
-
-@pytest.mark.parametrize("name", [*FAST, *(pytest.param(name, marks=pytest.mark.slow) for name in OTHERS)])
+@pytest.mark.parametrize("name", [*FAST, *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW)])
 def test_layout(name: str, ranks, references) -> None:
     layout = TABLE[name]
     if "zbv" in name and torch.__version__ < ("2.13" if layout.compile else "2.12"):
