@@ -67,7 +67,7 @@ def resolve_degrees(world: int, parallelism: Parallelism, num_heads: int = 0) ->
     shards = dp_shard if dp_shard != -1 else max(world // rest, 1)
     if rest * shards == world:
         return Degrees(pp, dp_replicate, shards, cp, tp)
-    # -- the product is another number: name the largest degree that was set, and values that work in its place
+    # -- the product is another number: name the largest degree that was set, and values that work there
     key, value = max(named.items(), key=lambda item: (item[1] != 1, item[1], item[0] == SHARD))
     product = " x ".join(str(value) for value in named.values() if value != -1)
     others = math.prod(value for name, value in named.items() if name != key and value != -1)
