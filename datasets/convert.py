@@ -322,12 +322,12 @@ class Conversion:
         if request.static_variables is not None:  # a mask of land is drawn in maps
             extra = {"land_sea_mask"} & {*self.static} - {*request.static_variables}
             self.static = [*request.static_variables, *extra]
-        arrays = dict.fromkeys(OTHER_NAMES, "another array of a store")
+        name_of_array = dict.fromkeys(OTHER_NAMES, "another array of a store")
         for name in (*self.names, *self.static):
-            if other := arrays.get(array_name(name)):
+            if other := name_of_array.get(array_name(name)):
                 reason = f"its array {array_name(name)} would be that of {other}; leave one of them out"
                 refuse(request.key("--variables"), name, reason)
-            arrays[array_name(name)] = name
+            name_of_array[array_name(name)] = name
 
         # Dates in the periods: with all variables of a configuration, with one of the command line's.
         key = request.key("--period")

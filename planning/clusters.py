@@ -139,9 +139,9 @@ LINK, PRECISIONS = (
 )  # and fp8; "fp32" means TF32 where there is TF32
 BY_HEAD_SIZE = [f"{kind}_{way}" for kind in ("attention", "hopper") for way in ("forward", "backward")]
 # Keys of a machine that are not numbers -> type, or required keys of a table of numbers.
-NO_NUMBERS: dict[str, type | tuple[str, ...]] = {"like": str, "known_as": list, "shared": bool}
-NO_NUMBERS |= {"peak": PRECISIONS, "matmul": PRECISIONS, "inside": LINK, "between": LINK}
-NO_NUMBERS |= dict.fromkeys(BY_HEAD_SIZE, ())
+NON_NUMERIC: dict[str, type | tuple[str, ...]] = {"like": str, "known_as": list, "shared": bool}
+NON_NUMERIC |= {"peak": PRECISIONS, "matmul": PRECISIONS, "inside": LINK, "between": LINK}
+NON_NUMERIC |= dict.fromkeys(BY_HEAD_SIZE, ())
 TABLE_KEYS = (*LINK, *PRECISIONS, "fp8", "32", "48", "64", "80", "96", "128", "256")
 DEVICE_KEYS = [field.name for field in dataclasses.fields(Device)][1:]  # without the name
 FIELDS = [*DEVICE_KEYS, *(field.name for field in dataclasses.fields(Cluster))]
@@ -214,7 +214,7 @@ def all_machines(files: Iterable[str | Path] = ()) -> dict[str, Table]:
                 raise ConfigError(f"{where}: {machine} is outside a machine; put it below [name]")
             # -- every value by its key: a number, a text or a table of numbers
             for key, value in table.items():
-                takes, fix = NO_NUMBERS.get(key), "give a positive number"
+                takes, fix = NON_NUMERIC.get(key), "give a positive number"
                 if key not in KEYS:
                     valid, fix = False, f"no such key; {nearest(key, KEYS)}"
                 elif takes is None:

@@ -194,7 +194,7 @@ def story(work: Workload, cluster: Cluster, steps: int) -> str:
     head = ("devices, fastest layout", "samples/s", "efficiency", "days", "dollars")
     tables.append(text_table("<50 >10,.2f >11.0% >10,.2f >12,.0f", [head, *rows]))
 
-    # -- what tensor parallelism would cost, which papers of larger models recommend
+    # -- what tensor parallelism would cost
     d, rows = work.degrees, []
     before = step_time(work, cluster).total
     for tp in (2, 4, 8):

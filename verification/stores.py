@@ -188,16 +188,11 @@ class ForecastStore:
             with self._open() as forecasts, self._open(consolidated=True) as copy:
                 stored = identity_of(forecasts.attrs)
                 # As text, in which the fill value NaN equals itself.
-                texts = {
-                    str(
-                        [
-                            (name, some.variables[name].to_dict(data=False))
-                            for name in sorted(some.variables, key=str)
-                        ]
-                    )
+                written, read = (
+                    {name: str(variable.to_dict(data=False)) for name, variable in some.variables.items()}
                     for some in (forecasts, copy)
-                }
-            if stored is None or len(texts) > 1:
+                )
+            if stored is None or written != read:
                 raise self._error("exists, and is not a forecast of Rossby, or damaged")
             for key, value in json.loads(json.dumps(about)).items():
                 if stored.get(key) != value:
