@@ -108,21 +108,19 @@ def _obstore_options(protocol: str, options: Mapping[str, Any]) -> tuple[dict[st
     config = {ALIASES.get(name, name): value for name, value in options.items()}
     if protocol == "gs" and config.get("token") == "anon":  # as gcsfs has it
         config["skip_signature"] = bool(config.pop("token"))
-    if set(config) <= {"endpoint", "region"} and protocol in CREDENTIALS and not _has_credentials(protocol):
-        config["skip_signature"] = True
+    if set(config) <= {"endpoint", "region"} and protocol in CREDENTIALS:
+        # Without credentials obstore would wait, and public stores need none.
+        variables, files, maker = CREDENTIALS[protocol]
+        about = [MACHINE / name for name in ("sys_vendor", "product_name")]
+        has_credentials = (
+            any(map(os.environ.get, variables))
+            or any(Path(name).expanduser().exists() for name in files)
+            or any(maker in path.read_text() for path in about if path.is_file())
+        )
+        if not has_credentials:
+            config["skip_signature"] = True
     plain_http = str(config.get("endpoint", "")).startswith("http://") or protocol == "http"
     return config, {**TIMEOUTS, "allow_http": True} if plain_http else TIMEOUTS
-
-
-def _has_credentials(protocol: str) -> bool:
-    """Return True if credentials are found; without them obstore would wait, and public stores need none."""
-    variables, files, maker = CREDENTIALS[protocol]
-    about = [MACHINE / name for name in ("sys_vendor", "product_name")]
-    return (
-        any(map(os.environ.get, variables))
-        or any(Path(name).expanduser().exists() for name in files)
-        or any(maker in path.read_text() for path in about if path.is_file())
-    )
 
 
 def describe_error(error: BaseException) -> str:

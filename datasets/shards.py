@@ -104,37 +104,30 @@ class ShardReader:
         direct = out.dtype == self.dtype and out.flags.c_contiguous
         target = out if direct else np.empty(self.shape, self.dtype)
         try:
-            is_there = self._decode(shard, position, target)
+            # -- the places of its chunks, at the end of a shard
+            if shard not in self.shards:
+                file = _open(path := os.path.join(self.folder, self.encode_key((shard, 0, 0))))
+                size = 16 * self.dates_per_shard + 4
+                content = _read(file, max(0, os.fstat(file.fileno()).st_size - size), size)
+                places = list(struct.iter_unpack("<QQ", _without_checksum(content)))
+                self.shards[shard] = path, places  # type: ignore[assignment]
+            path, places = self.shards[shard]
+            file = _open(path)  # which a complete store has; an interrupted copy may lack it
+            offset, length = places[position]
+            # -- the chunk
+            if offset != ABSENT:
+                chunk = _without_checksum(_read(file, offset, length))
+                if check_blosc_size(chunk) != self.nbytes:
+                    raise ValueError(f"a chunk does not have {self.nbytes} bytes")
+                blosc.decompress(chunk, target)
         except (MemoryError, DataError):
             raise
         except Exception as error:  # blosc, struct and the system raise their own
             raise self.field.unreadable(error, row) from None
-        if not is_there:
+        if offset == ABSENT:
             out.fill(np.nan)
         elif not direct:
             out[...] = target if out.dtype == np.float16 else self.field.decoding.decode(target)
-
-    def _decode(self, shard: int, position: int, target: np.ndarray) -> bool:
-        """Decode a chunk into `target`; False if there is none."""
-        path, places = self.shards.get(shard) or self._open_shard(shard)
-        file = _open(path)  # which a complete store has; an interrupted copy may lack it
-        offset, length = places[position]
-        if offset == ABSENT:
-            return False
-        chunk = _without_checksum(_read(file, offset, length))
-        if check_blosc_size(chunk) != self.nbytes:
-            raise ValueError(f"a chunk does not have {self.nbytes} bytes")
-        blosc.decompress(chunk, target)
-        return True
-
-    def _open_shard(self, shard: int) -> tuple[str, list[tuple[int, int]]]:
-        """Return the path of a shard, and offset and length of each of its chunks, from its end."""
-        file = _open(path := os.path.join(self.folder, self.encode_key((shard, 0, 0))))
-        size = 16 * self.dates_per_shard + 4
-        content = _read(file, max(0, os.fstat(file.fileno()).st_size - size), size)
-        places = list(struct.iter_unpack("<QQ", _without_checksum(content)))
-        self.shards[shard] = path, places  # type: ignore[assignment]
-        return self.shards[shard]
 
 
 def _read(file: FileIO, offset: int, length: int) -> memoryview:

@@ -236,15 +236,6 @@ def _unpack(variable: xr.Variable) -> np.ndarray:
     return values * float(attrs.get("scale_factor", 1)) + float(attrs.get("add_offset", 0))
 
 
-def _find_coordinate(file: OpenFile, role: str, roles: Mapping[str, str]) -> str:
-    names = [name for name in file.arrays if file.role(name, roles) == role]
-    for name in names:
-        if file.arrays[name].ndim == 1:
-            return name
-    candidates = ", ".join(names or sorted(file.arrays)) or "nothing"
-    raise DataError(f"it has no one-dimensional {role}, only {candidates}")
-
-
 def _is_dates(variable: xr.Variable) -> bool:
     """Return True for datetimes, and for numbers with units such as "hours since 1900-01-01"."""
     return variable.dtype.kind == "M" or " since " in str(variable.attrs.get("units", ""))
@@ -470,7 +461,16 @@ class NamedLayout:
     def __init__(self, file: OpenFile, roles_of: Mapping[str, str], selection: Mapping[str, str]) -> None:
         """Raises DataError without latitude and longitude in degrees."""
         self.file, self.selection, arrays = file, selection, file.arrays
-        north, east = (_find_coordinate(file, role, roles_of) for role in ("latitude", "longitude"))
+        role_of_name = {name: file.role(name, roles_of) for name in arrays}
+        coordinates = dict[str, str]()
+        for role in ("latitude", "longitude"):
+            names = [name for name in arrays if role_of_name[name] == role]
+            one_dimensional = [name for name in names if arrays[name].ndim == 1]
+            if not one_dimensional:
+                candidates = ", ".join(names or sorted(arrays)) or "nothing"
+                raise DataError(f"it has no one-dimensional {role}, only {candidates}")
+            coordinates[role] = one_dimensional[0]
+        north, east = coordinates["latitude"], coordinates["longitude"]
         latitude, longitude = file.fetch(north), file.fetch(east)
         # The globe is 3.14 high and 6.28 wide in radians, with the half cells at the ends.
         high, wide = (float(np.ptp(v)) * len(v) / max(len(v) - 1, 1) for v in (latitude, longitude))
@@ -482,7 +482,6 @@ class NamedLayout:
 
         # A dimension has the role of its coordinate, or of another coordinate along it, as of latitude(y) and
         # time(t); valid_time(step) is of one run.
-        role_of_name = {name: file.role(name, roles_of) for name in arrays}
         dims = {str(dim) for array in arrays.values() for dim in array.dims}
         self.role_of_dim = {dim: file.role(dim, roles_of) for dim in dims}
         for name, role in role_of_name.items():

@@ -153,23 +153,17 @@ class WindowedKernel(nn.Module):
         self.split = (h // rows, rows, w // columns, columns)
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        out = self.inner(*map(self._to_windows, (q[:, :, : self.num_tokens], k, v)))  # (B', N, R S, E)
-        out = self._to_tokens(out, q.shape[0])  # (B, N, T, E)
+        # All reshapes keep the heads of a token adjacent in memory, like models/vit.py.
+        windows = []  # B' = B h/R w/S
+        for x in (q[:, :, : self.num_tokens], k, v):
+            x = x.transpose(1, 2).unflatten(1, self.split)  # (B, h/R, R, w/S, S, N, E)
+            windows.append(x.transpose(2, 3).flatten(3, 4).flatten(0, 2).transpose(1, 2))  # (B', N, R S, E)
+        out = self.inner(*windows)  # (B', N, R S, E)
+        down, rows, across, columns = self.split
+        out = out.transpose(1, 2).unflatten(1, (rows, columns)).unflatten(0, (q.shape[0], down, across))
+        out = out.transpose(2, 3).flatten(1, 4).transpose(1, 2)  # (B, N, T, E)
         padded = q.shape[2] - self.num_tokens
         return F.pad(out, (0, 0, 0, padded)) if padded else out
-
-    # Both keep the heads of a token adjacent in memory, like models/vit.py.
-
-    def _to_windows(self, x: Tensor) -> Tensor:
-        """(B, N, T, E) -> (B', N, R S, E), B' = B h/R w/S."""
-        x = x.transpose(1, 2).unflatten(1, self.split)  # (B, h/R, R, w/S, S, N, E)
-        return x.transpose(2, 3).flatten(3, 4).flatten(0, 2).transpose(1, 2)
-
-    def _to_tokens(self, x: Tensor, batch: int) -> Tensor:
-        """(B', N, R S, E) -> (B, N, T, E)."""
-        down, rows, across, columns = self.split
-        x = x.transpose(1, 2).unflatten(1, (rows, columns)).unflatten(0, (batch, down, across))
-        return x.transpose(2, 3).flatten(1, 4).transpose(1, 2)
 
 
 def choose_windows(model: Model, token_shape: tuple[int, int]) -> list[tuple[int, int]]:

@@ -73,14 +73,6 @@ def uniform_integers(keys: Tensor, limit: int) -> Tensor:
     return _shift_right(keys, 64 - BITS) * limit >> BITS
 
 
-def normal_numbers(keys: Tensor, count: int) -> Tensor:
-    """Return (B, count) float32 of mean 0 and variance 1, by the transform of Box and Muller."""
-    bits = hash64(keys[:, None], torch.arange(count, device=keys.device))
-    above_zero = (_shift_right(bits, 64 - BITS) + 1).float() * 2.0**-BITS  # (0, 1]
-    angle = (bits & (2**BITS - 1)).float() * (2 * math.pi * 2.0**-BITS)
-    return (-2 * above_zero.log()).sqrt() * angle.cos()
-
-
 class BlockNoise(nn.Module):
     """White noise in the centres of blocks of `size` points, linear between them, of variance 1."""
 
@@ -101,7 +93,12 @@ class BlockNoise(nn.Module):
 
     def draw(self, keys: Tensor) -> Tensor:
         """keys (B,) -> (B, N, H, W)."""
-        values = normal_numbers(keys, math.prod(self.shape)).unflatten(1, self.shape)  # (B, N, h, w)
+        # -- numbers of mean 0 and variance 1, by the transform of Box and Muller
+        bits = hash64(keys[:, None], torch.arange(math.prod(self.shape), device=keys.device))
+        above_zero = (_shift_right(bits, 64 - BITS) + 1).float() * 2.0**-BITS  # (0, 1]
+        angle = (bits & (2**BITS - 1)).float() * (2 * math.pi * 2.0**-BITS)
+        values = ((-2 * above_zero.log()).sqrt() * angle.cos()).unflatten(1, self.shape)  # (B, N, h, w)
+        # -- linear between the centres
         # Indexing, not matrix products, which would round to TF32 on a GPU.
         (first, second), weights = self.rows, self.weight_of_rows[..., None]
         values = values[..., first, :] * weights[0] + values[..., second, :] * weights[1]  # (B, N, H, w)

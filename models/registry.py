@@ -8,7 +8,7 @@ from dataclasses import dataclass, fields
 from importlib import import_module
 from typing import TYPE_CHECKING
 
-from config import Config, Model, Parallelism
+from config import Config, Model
 from errors import nearest, refuse
 
 if TYPE_CHECKING:
@@ -97,25 +97,8 @@ def build_model(
 
 def check_model(config: Config) -> None:
     """Raise ConfigError for invalid settings of the model, or parallelism that it does not support."""
-    known = registered(config.model.name)
-    _check_splits(config.parallelism, known)
-    if known.has_tokens:
-        _check_transformer(config.model)
-        method = config.parallelism.context_parallel_method
-        if (
-            config.model.attention_windows
-            and config.parallelism.context_parallel_degree > 1
-            and method != CONTEXT[0]
-        ):
-            reason = "does not keep the tokens of a window on one rank, and model.attention_windows is set"
-            refuse("parallelism.context_parallel_method", method, f'{reason}; use "{CONTEXT[0]}"')
-    else:
-        _check_grid_model(config, known)
-    if config.lora.enable:
-        _check_lora(config)
-
-
-def _check_splits(parallelism: Parallelism, known: Registered) -> None:
+    model, parallelism, known = config.model, config.parallelism, registered(config.model.name)
+    # -- degrees of parallelism
     method = "tiles" if "tiles" in known.splits else parallelism.context_parallel_method
     for axis, split in {"context": method, "tensor": "tp", "pipeline": "pp"}.items():
         key = f"{axis}_parallel_degree"
@@ -126,33 +109,36 @@ def _check_splits(parallelism: Parallelism, known: Registered) -> None:
             refuse("parallelism.context_parallel_method", method, reason)
         fix = "1, and parallelism.context_parallel_degree instead" if method == "tiles" else "1"
         refuse(f"parallelism.{key}", degree, f"{known.label} cannot be split so; set this to {fix}")
-
-
-def _check_transformer(model: Model) -> None:
-    if model.dim % model.num_heads:
-        choices = [n for n in range(1, model.dim + 1) if model.dim % n == 0 and model.dim // n >= 8]
-        near = sorted(choices or [1], key=lambda n: abs(n - model.num_heads))[:3]
-        reason = f"does not divide model.dim = {model.dim}; near ones do: {near}"
-        refuse("model.num_heads", model.num_heads, reason)
-    pinned = model.attention_backend if model.attention_backend not in ("auto", "sdpa", "math") else ""
-    multiples = {
-        'model.position = "rotary"': 4 if model.position == "rotary" else 1,
-        pinned: 8 if pinned else 1,
-    }
-    for feature, multiple in multiples.items():
-        if (model.dim // model.num_heads) % multiple:
-            reason = f"{feature} needs a head size, dim / num_heads, that is a multiple of {multiple}"
+    # -- a model of tokens: heads, windows
+    if known.has_tokens:
+        if model.dim % model.num_heads:
+            choices = [n for n in range(1, model.dim + 1) if model.dim % n == 0 and model.dim // n >= 8]
+            near = sorted(choices or [1], key=lambda n: abs(n - model.num_heads))[:3]
+            reason = f"does not divide model.dim = {model.dim}; near ones do: {near}"
             refuse("model.num_heads", model.num_heads, reason)
-
-
-def _check_grid_model(config: Config, known: Registered) -> None:
-    mode = config.activation_checkpoint.mode
-    if mode in ("selective", "every_n_blocks"):
-        reason = f'for the blocks of a ViT; with model.name = "{config.model.name}" valid: none, full'
-        refuse("activation_checkpoint.mode", mode, reason)
-    if config.float8.enable:
-        reason = f"multiplies the matrices of a ViT, {known.label} has none; set it to false"
-        refuse("float8.enable", True, reason)
+        pinned = model.attention_backend if model.attention_backend not in ("auto", "sdpa", "math") else ""
+        multiples = {
+            'model.position = "rotary"': 4 if model.position == "rotary" else 1,
+            pinned: 8 if pinned else 1,
+        }
+        for feature, multiple in multiples.items():
+            if (model.dim // model.num_heads) % multiple:
+                reason = f"{feature} needs a head size, dim / num_heads, that is a multiple of {multiple}"
+                refuse("model.num_heads", model.num_heads, reason)
+        if model.attention_windows and parallelism.context_parallel_degree > 1 and method != CONTEXT[0]:
+            reason = "does not keep the tokens of a window on one rank, and model.attention_windows is set"
+            refuse("parallelism.context_parallel_method", method, f'{reason}; use "{CONTEXT[0]}"')
+    # -- a model of the grid: nothing that is for blocks of a ViT
+    else:
+        mode = config.activation_checkpoint.mode
+        if mode in ("selective", "every_n_blocks"):
+            reason = f'for the blocks of a ViT; with model.name = "{model.name}" valid: none, full'
+            refuse("activation_checkpoint.mode", mode, reason)
+        if config.float8.enable:
+            reason = f"multiplies the matrices of a ViT, {known.label} has none; set it to false"
+            refuse("float8.enable", True, reason)
+    if config.lora.enable:
+        _check_lora(config)
 
 
 def _check_lora(config: Config) -> None:

@@ -128,7 +128,12 @@ class UNet(GridModel):
         self.in_channels, self.out_channels = in_channels, out_channels
         self.multiple = 2**levels
         self.padded_shape = padded_shape(grid_shape, (self.multiple, self.multiple))
-        _check_padding(grid_shape, self.padded_shape, levels, periodic)
+        rows, columns = grid_shape
+        if periodic and self.padded_shape[1] > 2 * columns:
+            raise ConfigError(
+                f"model.levels = {levels} on a grid of {rows} x {columns}: {2**levels} columns make one cell "
+                f"of the coarsest level; take levels <= {(2 * columns).bit_length() - 1}"
+            )
         widths = [width * 2**level for level in range(levels + 1)]
         self.stem = GridConv2d(in_channels, width, 3, 1, periodic)
         # One dict in order of execution, as in models/vit.py.
@@ -203,11 +208,3 @@ class UNet(GridModel):
 
 def named_convolutions(module: nn.Module) -> Iterator[tuple[str, GridConv2d]]:
     return ((name, conv) for name, conv in module.named_modules() if isinstance(conv, GridConv2d))
-
-
-def _check_padding(grid: tuple[int, int], padded: tuple[int, int], levels: int, periodic: bool) -> None:
-    if periodic and padded[1] > 2 * grid[1]:
-        raise ConfigError(
-            f"model.levels = {levels} on a grid of {grid[0]} x {grid[1]}: {2**levels} columns make one cell "
-            f"of the coarsest level; take levels <= {(2 * grid[1]).bit_length() - 1}"
-        )

@@ -36,11 +36,11 @@ def apply_compile(model: nn.Module, backend: Any = None, backward_twice: bool = 
 
 
 def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function of tensors of fixed shapes as one graph."""
+    """Return a function of tensors of fixed shapes as one graph, which waits for results of collectives."""
     graph = torch.compile(function, backend=BACKEND, fullgraph=True, dynamic=False)
-    return lambda *tensors: graph(*map(_wait, tensors))
 
+    def run(*tensors: Tensor) -> Any:
+        # A graph would detach the gradient of a pending result; to clone it waits.
+        return graph(*(t.clone() if isinstance(t, AsyncCollectiveTensor) else t for t in tensors))
 
-def _wait(tensor: Tensor) -> Tensor:
-    """Wait for the result of a collective; a graph would detach the gradient of a pending result."""
-    return tensor.clone() if isinstance(tensor, AsyncCollectiveTensor) else tensor
+    return run

@@ -45,14 +45,10 @@ class Degrees:
         return self.dp_replicate * self.dp_shard
 
     @property
-    def splits_model(self) -> bool:
-        """True if a sample needs more than one rank."""
-        return self.pp * self.cp * self.tp > 1
-
-    @property
     def uses_fsdp(self) -> bool:
         """True if anything is sharded; replicas without shards are DDP's."""
-        return self.dp_shard * self.cp > 1 or (self.dp_replicate > 1 and self.splits_model)
+        splits_model = self.pp * self.cp * self.tp > 1
+        return self.dp_shard * self.cp > 1 or (self.dp_replicate > 1 and splits_model)
 
 
 def resolve_degrees(world: int, parallelism: Parallelism, num_heads: int = 0) -> Degrees:

@@ -44,26 +44,22 @@ def start_ranks(timeout_seconds: float, backend: str = "auto") -> torch.device:
     name = {"auto": "cpu:gloo,cuda:nccl" if use_cuda else "gloo"}.get(backend, backend)
     rank, world_size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
     timeout = timedelta(seconds=timeout_seconds)
-    store = job_store(rank, timeout) if "RANK" in os.environ else HashStore()
+    # -- the ranks' store: torchelastic's, or without it one that rank 0 makes
+    store: Store = HashStore()
+    if "RANK" in os.environ:
+        address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+        is_server = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+        options: dict[str, Any] = {"is_master": is_server, "timeout": timeout, "wait_for_workers": False}
+        if os.environ.get("LOCAL_WORLD_SIZE") == os.environ["WORLD_SIZE"]:
+            # Ranks of a single host listen on the loopback interface only.
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+            if is_server:
+                options["master_listen_fd"] = socket.create_server(("127.0.0.1", port)).detach()
+        # Torchelastic keeps its store over restarts, so keys contain the number of the attempt.
+        attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+        store = PrefixStore(f"attempt/{attempt}", TCPStore(address, port, **options))
     dist.init_process_group(name, timeout=timeout, store=store, rank=rank, world_size=world_size)
     return device
-
-
-def job_store(rank: int, timeout: timedelta) -> Store:
-    """Return the ranks' store: torchelastic's, or without it one that rank 0 makes.
-
-    Torchelastic keeps its store over restarts, so keys contain the number of the attempt. Ranks of a single
-    host listen on the loopback interface only.
-    """
-    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    is_server = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
-    options: dict[str, Any] = {"is_master": is_server, "timeout": timeout, "wait_for_workers": False}
-    if os.environ.get("LOCAL_WORLD_SIZE") == os.environ["WORLD_SIZE"]:
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-        if is_server:
-            options["master_listen_fd"] = socket.create_server(("127.0.0.1", port)).detach()
-    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    return PrefixStore(f"attempt/{attempt}", TCPStore(address, port, **options))
 
 
 @dataclass(frozen=True)

@@ -64,7 +64,8 @@ def sweep(command: list[str], num_trials: int, folder: Path) -> int:
 
 def run(trial: optuna.Trial, command: list[str], folder: Path) -> tuple[TrialState, float]:
     """Train until the end or until the pruner stops it. Return the state and the last score."""
-    words = [f"--{key}={_as_text(value)}" for key, value in draw(trial).items()]
+    drawn = draw(trial).items()
+    words = [f"--{key}={value if isinstance(value, str) else json.dumps(value)}" for key, value in drawn]
     num_scores, pruned = 0, False
     with open(f"{folder}.log", "a") as log:
         process = subprocess.Popen([*command, *words, f"--job.dump_folder={folder}"], stdout=log, stderr=log)
@@ -94,10 +95,6 @@ def scores(folder: Path) -> list[tuple[int, float]]:
     records = [json.loads(line) for line in lines]
     found = [(each["step"], each[SCORE]) for each in records if SCORE in each]
     return [(step, math.nan if score is None else score) for step, score in found]
-
-
-def _as_text(value: Any) -> str:
-    return value if isinstance(value, str) else json.dumps(value)
 
 
 def main() -> None:

@@ -130,7 +130,16 @@ class Metrics:
         is_due = step == self.steps or now - self.last_line >= SECONDS_BETWEEN_LINES
         if self.is_first and is_due:
             self.last_line = now
-            logger.info(dense_line(record, self.steps))
+            mfu = f"  mfu {record['mfu']:.1%}" if record["mfu"] is not None else ""
+            wait = record["data_seconds"] / record["step_seconds"]
+            left = timedelta(seconds=round((self.steps - step) * record["step_seconds"]))  # at this rate
+            logger.info(
+                f"step {step:>{len(str(self.steps))}}/{self.steps}  epoch {record['epoch']:.2f}  {left} left"
+                f"  loss {record['loss']:.5f}  grad_norm {record['grad_norm']:.3f}"
+                f"  lr {record['lr']:.2e}  {record['samples_per_second']:.1f} samples/s"
+                f"  {record['step_seconds']:.3f} s/step"
+                f"  data wait {wait:.1%}  {record['memory_gib']:.2f} GiB  {record['tflops']:.3f} TFLOP/s{mfu}"
+            )
         self.start_interval()
 
     def write(self, record: dict[str, Any]) -> None:
@@ -147,20 +156,6 @@ class Metrics:
         if self.loggers:
             self.loggers.call("close")
         self.journal.close()
-
-
-def dense_line(record: dict[str, Any], steps: int) -> str:
-    """Return the line of a logged step."""
-    mfu = f"  mfu {record['mfu']:.1%}" if record["mfu"] is not None else ""
-    wait = record["data_seconds"] / record["step_seconds"]
-    left = timedelta(seconds=round((steps - record["step"]) * record["step_seconds"]))  # at this rate
-    return (
-        f"step {record['step']:>{len(str(steps))}}/{steps}  epoch {record['epoch']:.2f}  {left} left"
-        f"  loss {record['loss']:.5f}  grad_norm {record['grad_norm']:.3f}"
-        f"  lr {record['lr']:.2e}  {record['samples_per_second']:.1f} samples/s"
-        f"  {record['step_seconds']:.3f} s/step"
-        f"  data wait {wait:.1%}  {record['memory_gib']:.2f} GiB  {record['tflops']:.3f} TFLOP/s{mfu}"
-    )
 
 
 class Profiler:

@@ -95,20 +95,6 @@ def fit_damping(
     return (total[0] / total[1].clamp_min(1e-300)).float().numpy()
 
 
-def mean_of_dates(archive: Archive, variables: Sequence[str], dates: np.ndarray) -> np.ndarray:
-    """Return the mean (V, H, W) float32 over dates (positions in archive.times), shared by all ranks."""
-    rank, ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
-    # Values, and their number.
-    total = torch.zeros((2, len(variables), *archive.grid.shape), dtype=torch.float64)
-    for date in dates[rank::ranks].tolist():
-        fields = torch.from_numpy(archive.read(date, variables))
-        total[0] += fields.nan_to_num(0)
-        total[1] += torch.isfinite(fields)
-    if ranks > 1:
-        dist.all_reduce(total)
-    return (total[0] / total[1]).float().numpy()
-
-
 @dataclass(eq=False)
 class Baseline:
     """A forecast that is computed from analyses or a climatology: a verification.matching.ForecastFields.
@@ -223,7 +209,16 @@ def build_baselines(
         if climatology and is_complete and climatology.grid.same_as(archive.grid):
             normal, text = climatology.field, "the climatology of the date"
         else:
-            normal = constant(variables, mean_of_dates(archive, variables, np.unique(samples[:, 0])))
+            # The mean over the dates, shared by all ranks.
+            rank, ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+            total = torch.zeros((2, len(variables), *archive.grid.shape), dtype=torch.float64)
+            for date in np.unique(samples[:, 0])[rank::ranks].tolist():
+                fields = torch.from_numpy(archive.read(date, variables))
+                total[0] += fields.nan_to_num(0)
+                total[1] += torch.isfinite(fields)  # the number of values
+            if ranks > 1:
+                dist.all_reduce(total)
+            normal = constant(variables, (total[0] / total[1]).float().numpy())
             text = "the mean of the training period"
         logger.info("damped persistence decays to %s; fitted on %d dates", text, len(samples))
         factors = fit_damping(archive, variables, samples, normal)
