@@ -169,7 +169,6 @@ class Session:
 RESERVED = 2 * 2**30  # bytes of a device that libraries take in addition to torch's allocator
 PRECISIONS = ("bf16", "float8")  # names of a case with and without float8
 NAMES = ("length", "head", "precision", "mode")  # of a case, in a row
-EVERY_N = 2  # blocks as one, where a mode says so
 SAFETY = 1.05  # on the planner's peak: the allocator's rounding
 CASE_SECONDS = 35.0  # that a case may take, compilation included
 
@@ -191,8 +190,7 @@ class Case:
         model = architecture_of(Model(*shape, attention_windows=self.windows), sizes.grid, channels, channels)
         about = {"field_values": values, "input_values": values, "ac_mode": self.mode}
         about |= {"compiled": sizes.compiled, "float8": bool(self.float8), "attention": self.backend}
-        about |= {"dtype": self.dtype, "every_n": EVERY_N}
-        return Workload(model, Degrees(), self.batch, self.batch, **about)
+        return Workload(model, Degrees(), self.batch, self.batch, dtype=self.dtype, **about)
 
     def about(self, sizes: Sizes) -> Row:
         """Return the names and numbers of a row; length and head are places in the lists of Sizes."""
@@ -215,7 +213,7 @@ def training_of(
         model=Model(*shape, attention_backend=case.backend, attention_windows=case.windows),
         optimizer=Optimizer(lr=1e-5),
         training=Training(local_batch_size=case.batch, mixed_precision_param=case.dtype),
-        activation_checkpoint=ActivationCheckpoint(case.mode, EVERY_N),
+        activation_checkpoint=ActivationCheckpoint(case.mode),
         compile=Compile(sizes.compiled),
         float8=Float8(case.float8),
         parallelism=layout or Parallelism(),
@@ -439,7 +437,7 @@ def activations(session: Session) -> None:
         model = VisionTransformer(2, 2, grid, replace(settings, num_layers=layers))
         init_weights(model, 0)
         model.to(session.device)
-        apply_activation_checkpoint(model, ActivationCheckpoint(mode, EVERY_N), compiled=compiled)
+        apply_activation_checkpoint(model, ActivationCheckpoint(mode), compiled=compiled)
         if compiled:
             apply_compile(model)
         x = torch.randn(batch, math.prod(grid), 2, device=session.device)

@@ -309,7 +309,7 @@ def label(run: dict[str, Any], work: Workload) -> str:
     degrees = " ".join(f"{axis}{n}" for axis, n in named.items())
     layout = f"fsdp{work.degrees.world}" if list(named) == ["shard"] else degrees or "one"
     kind = "float8" if work.float8 else {"float32": "fp32", "bfloat16": "bf16"}[work.dtype]
-    again = {"none": "", "every_second_product": ", op", "every_n_blocks": f", every {work.every_n}"}
+    again = {"none": "", "every_second_product": ", op", "every_n_blocks": f", every {work.segment}"}
     compiled = (" compiled" if work.compiled else "") + (" async" if run.get("async_tp") else "")
     tokens = f"{work.model.tokens / 1024:.0f}k" if work.model.tokens > 9999 else str(work.model.tokens)
     mode = run.get("ac_mode", "none")
