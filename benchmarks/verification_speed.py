@@ -133,9 +133,8 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as folder:
         write_data(folder, dates, LEVELS[-options.levels :])
         for regions in (["global"], list(REGIONS)):
-            (ours, own), (theirs, other) = (
-                measure(code, folder, dates // 4, regions) for code in (with_rossby, with_xarray)
-            )
+            ours, own = measure(with_rossby, folder, dates // 4, regions)
+            theirs, other = measure(with_xarray, folder, dates // 4, regions)
             own["speedup"] = other["seconds"] / own["seconds"]
             own["cpu_speedup"] = other["cpu_seconds"] / own["cpu_seconds"]
             pair = (scores.sel(metric=list(METRICS)).to_array() for scores in (ours, theirs))
