@@ -36,6 +36,7 @@ import tomllib
 from argparse import Namespace
 from collections import Counter
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial, reduce
@@ -96,39 +97,31 @@ def environment(more: dict[str, str]) -> dict[str, str]:
     return clean | {"ROSSBY_PYTHON": sys.executable} | more
 
 
-class Running:
-    """A function in a fork of a process that has imported torch, or a command."""
-
-    def __init__(self, function: Callable, arguments: tuple, more: dict[str, str], limit: float) -> None:
-        self.folder, self.end = tempfile.TemporaryDirectory(), time.monotonic() + limit
-        self.outputs = [f"{self.folder.name}/{name}" for name in ("stdout", "stderr")]
-        about = (function, arguments, environment(more), self.outputs)
-        self.process = multiprocessing.get_context("forkserver").Process(target=enter, args=about)
-        self.process.start()
-
-    def has_ended(self) -> bool:
-        return self.process.exitcode is not None or time.monotonic() > self.end
-
-    def finish(self) -> Ended:
-        """Return what it did; processes that are left after some seconds are counted and killed."""
-        code, pid, left = self.process.exitcode, self.process.pid or 0, True
-        deadline = time.monotonic() + LEAVE_SECONDS
-        while left:
+def run_forked(function: Callable, arguments: tuple, variables: dict[str, str], limit: float) -> Ended:
+    """Run a function in a fork of a process that has imported torch. Processes that are left some seconds
+    after its end are counted and killed.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        outputs = [f"{folder}/{name}" for name in ("stdout", "stderr")]
+        about = (function, arguments, environment(variables), outputs)
+        process = multiprocessing.get_context("forkserver").Process(target=enter, args=about)
+        process.start()
+        process.join(limit)
+        code, pid, left = process.exitcode, process.pid or 0, True
+        deadline = time.monotonic() + LEAVE_SECONDS * (code is not None)
+        while left and time.monotonic() < deadline:
             try:
                 os.killpg(pid, 0)
+                time.sleep(0.02)
             except ProcessLookupError:
                 left = False
-            if code is None or time.monotonic() > deadline:
-                break
-            time.sleep(0.02)
         for child in [*descendants(pid), pid] if left else []:  # ranks have sessions of their own
             with suppress(ProcessLookupError):
                 os.kill(child, signal.SIGKILL)
         with suppress(ProcessLookupError):
             os.killpg(pid, signal.SIGKILL)
-        self.process.join()
-        stdout, stderr = (Path(path).read_text(errors="replace") for path in self.outputs)
-        self.folder.cleanup()
+        process.join()
+        stdout, stderr = (Path(path).read_text(errors="replace") for path in outputs)
         return Ended(code, stdout, stderr, left and code is not None)
 
 
@@ -239,36 +232,24 @@ def either(*rights: Right) -> Right:
     return judge
 
 
-def attack(cases: list[Case], jobs: int) -> list[tuple[Case, Answer, Ended]]:
-    waiting, running, results = cases[::-1], [], []
-    while waiting or running:
-        while waiting and len(running) < jobs:
-            case = waiting.pop()
-            case.prepare()
-            before = contents(case.keeps)
-            function, arguments = case.call or (run_words, tuple(case.words))
-            process = Running(function, arguments, case.environment, case.limit)
-            running.append((case, before, process))
-        for case, before, process in [each for each in running if each[2].has_ended()]:
-            running.remove((case, before, process))
-            ended = process.finish()
-            # The verdict: an end, then its words, then the files.
-            if ended.code is None:
-                answer = HUNG, f"still there after {case.limit:g} s"
-            elif "Traceback (most recent" in ended.stderr + ended.stdout:
-                answer = TRACEBACK, "traceback"
-            elif ended.left:
-                answer = HUNG, "processes were left"
-            else:
-                answer = case.right(ended)
-                if answer[0] in BAD and (ended.code < 0 or "terminate called" in ended.stderr):
-                    answer = TRACEBACK, f"ended by signal {-ended.code}"
-            after = contents(case.keeps)
-            changed = sorted(name for name in before | after if before.get(name) != after.get(name))
-            answer = (SILENT, f"changed {', '.join(changed)}") if changed else answer
-            results.append((case, answer, ended))
-        time.sleep(0.005)
-    return results
+def run_case(case: Case) -> tuple[Case, Answer, Ended]:
+    case.prepare()
+    before, (function, arguments) = contents(case.keeps), case.call or (run_words, tuple(case.words))
+    ended = run_forked(function, arguments, case.environment, case.limit)
+    # The verdict: an end, then its words, then the files.
+    if ended.code is None:
+        answer = HUNG, f"still there after {case.limit:g} s"
+    elif "Traceback (most recent" in ended.stderr + ended.stdout:
+        answer = TRACEBACK, "traceback"
+    elif ended.left:
+        answer = HUNG, "processes were left"
+    else:
+        answer = case.right(ended)
+        if answer[0] in BAD and (ended.code < 0 or "terminate called" in ended.stderr):
+            answer = TRACEBACK, f"ended by signal {-ended.code}"
+    after = contents(case.keeps)
+    changed = sorted(name for name in before | after if before.get(name) != after.get(name))
+    return case, (SILENT, f"changed {', '.join(changed)}") if changed else answer, ended
 
 
 STEPS, MORE = 8, 12  # of the run that is there, and of the one that goes on
@@ -328,7 +309,7 @@ def build(scratch: Path) -> Stage:
     first = [Case("", verb, [verb, *stage.options(stage.run)], runs(), limit=300) for verb in [*VERBS][:3]]
     longer = Case("", "on", ["train", *stage.longer(on)], runs(), limit=300, prepare=stage.copying(on))
     for case in [*first, longer]:
-        ((_, answer, ended),) = attack([case], 1)
+        _, answer, ended = run_case(case)
         assert answer[0] == RIGHT, ended.stderr
     stage.losses = losses(on)
     assert set(stage.losses) == set(range(1, MORE + 1)), stage.losses
@@ -612,7 +593,8 @@ def attack_commands(options: Namespace) -> int:
         made = itertools.chain(*(KINDS[kind](stage, rng) for kind in kinds))
         cases = [case for case in made if options.named in case.name]
         cases = rng.sample(cases, min(options.cases, len(cases))) if options.cases else cases
-        results = attack(cases, options.jobs)
+        with ThreadPoolExecutor(options.jobs) as jobs:
+            results = list(jobs.map(run_case, cases))
     wrong, counts = [], Counter(f"{case.kind}: {answer[0]}" for case, answer, _ in results)
     for case, (verdict, why), ended in results:
         if verdict in BAD:
@@ -647,7 +629,7 @@ def judged(function: Callable, *arguments: Any) -> Answer:
             return "wrong", "; ".join(lines[:4])[:600]
         return (RIGHT, "") if ended.code == 0 else (TRACEBACK, "")
 
-    ((_, (verdict, why), ended),) = attack([Case("", "", [], outcome, call=(function, arguments))], 1)
+    _, (verdict, why), ended = run_case(Case("", "", [], outcome, call=(function, arguments)))
     return verdict, why + (ended.stdout + ended.stderr).strip()[-900:] * (verdict == TRACEBACK)
 
 
