@@ -248,24 +248,20 @@ def backend_of(case: Case, session: Session) -> str:
     return preferred_backend(session.device, torch.bfloat16, tokens, head_dim)
 
 
+def with_largest_batch(case: Case, session: Session) -> Case:
+    """Return a case with the largest batch that fits by the planner."""
+    case = replace(case, batch=session.sizes.largest_batch)
+    free = torch.cuda.mem_get_info()[0] - RESERVED if session.on_gpu else 2**40
+    while case.batch > 1 and SAFETY * memory(case.workload(session.sizes)).peak > free:
+        case = replace(case, batch=case.batch // 2)
+    return case
+
+
 def time_steps(session: Session, case: Case, kernels: bool) -> None:
     """Measure a case with the largest batch that fits, and its kernels on a GPU."""
-    sizes, training, seconds, started = session.sizes, None, 0.0, time.perf_counter()
-    case = replace(case, batch=sizes.largest_batch)
-    free = torch.cuda.mem_get_info()[0] - RESERVED if session.on_gpu else 2**40
-    while case.batch > 1 and SAFETY * memory(case.workload(sizes)).peak > free:
-        case = replace(case, batch=case.batch // 2)
-    while training is None:
-        try:
-            training = training_of(case, sizes, session.device)
-            seconds = session.seconds(training.step, *sizes.steps)
-        except torch.cuda.OutOfMemoryError:
-            if case.batch == 1:
-                raise
-            training, case = None, replace(case, batch=case.batch // 2)
-        if training is None:
-            session.free()  # not while the error is handled, which refers to the tensors
-            started = time.perf_counter()
+    sizes, started, case = session.sizes, time.perf_counter(), with_largest_batch(case, session)
+    training = training_of(case, sizes, session.device)
+    seconds = session.seconds(training.step, *sizes.steps)
     spent, loss = time.perf_counter() - started, training.loss()
     if math.isnan(loss):
         raise ValueError("the loss is NaN")
@@ -431,28 +427,20 @@ class PeerModel(nn.Module):
 def peers(session: Session) -> None:
     """Their usual step, autocast and Adam, and the last rung of the tutorial: compiled, with fused Adam."""
     sizes, patch = session.sizes, session.sizes.patches[0]
+    case = with_largest_batch(Case(patch, sizes.heads[0], mode="none"), session)
+    batch = max(case.batch // 2, 1)  # they need more memory
     for (peer, name), taught in itertools.product(PEERS.items(), (True, False)):
-        what = f"{name}{TAUGHT * taught}, {sizes.tokens(patch)} tokens"
+        what = f"{name}{TAUGHT * taught}, {sizes.tokens(patch)} tokens, batch {batch}"
         with session.attempt(what):
-            for batch in (4, 2, 1):  # the largest that fits
-                try:
-                    seconds = peer_seconds(session, peer, patch, batch, taught)
-                    flops = 3 * Case(patch, sizes.heads[0]).workload(sizes).model.flops * batch / seconds
-                    about = {"mfu": session.mfu(flops), "batch": batch, "tokens": sizes.tokens(patch)}
-                    session.add(f"{what}, batch {batch}", batch / seconds, "samples/s", **about)
-                    break
-                except torch.cuda.OutOfMemoryError:
-                    if batch == 1:
-                        raise
-                session.free()
-
-
-def peer_seconds(session: Session, peer: str, patch: tuple[int, int], batch: int, taught: bool) -> float:
-    with session.device:
-        fields = torch.randn(2, batch, session.sizes.variables, *session.sizes.grid)
-        model = PeerModel(peer, session.sizes, patch)
-    step = peer_step(model, fields, F.mse_loss, "bfloat16", taught)
-    return session.seconds(step, 2 if taught else 1, 3)
+            with session.device:
+                fields = torch.randn(2, batch, sizes.variables, *sizes.grid)
+                model = PeerModel(peer, sizes, patch)
+            step = peer_step(model, fields, F.mse_loss, "bfloat16", taught)
+            seconds = session.seconds(step, 2 if taught else 1, 3)
+            about: Row = {"batch": batch, "tokens": sizes.tokens(patch)}
+            about["mfu"] = session.mfu(3 * case.workload(sizes).model.flops * batch / seconds)
+            session.add(what, batch / seconds, "samples/s", **about)
+            fields = model = step = None  # before the next one takes its memory
 
 
 def peer_step(
