@@ -47,24 +47,21 @@ def write_data(folder: str, dates: int, levels: tuple[int, ...]) -> None:
     """
     random, places = dask.random.default_rng(0), {"level": np.asarray(levels)} | PLACES
     times = START + 12 * HOUR * np.arange(dates)
-    last, days = times[-1] + LEADS[-1], {"hour": np.arange(0, 24, 6), "dayofyear": np.arange(1, 367)}
-    stores = {"forecast": {"time": times, "prediction_timedelta": LEADS}, "climatology": days}
+    last = times[-1] + LEADS[-1]
+    stores = {"forecast": {"time": times, "prediction_timedelta": LEADS}}
     stores["truth"] = {"time": np.arange(START, last + HOUR, 6 * HOUR)}
+    days = np.arange(1, int((last - START) / (24 * HOUR)) + 2)
+    stores["climatology"] = {"hour": np.arange(0, 24, 6), "dayofyear": days}
     for store, own in stores.items():
         coords = own | places
         shape = tuple(map(len, coords.values()))
         chunks: Any = (1,) * len(own) + shape[len(own) :]
         draw = lambda: random.normal(500, 90, shape, chunks=chunks).astype("f4")  # noqa: B023, E731
         ds = xr.Dataset({name: ([*coords], draw()) for name in NAMES}, coords)
-        path = f"{folder}/{store}.zarr"
         encoding: Any = {name: {"compressors": None, "chunks": chunks} for name in NAMES}
         # Without a fill value: xarray would take 0 h for missing.
         encoding |= {name: {"_FillValue": None} for name in coords}
-        ds.to_zarr(path, zarr_format=2, encoding=encoding, compute=store != "climatology")
-        if store == "climatology":
-            region = {"dayofyear": slice(0, int((last - START) / (24 * HOUR)) + 1)}
-            needed = ds.isel(region).drop_vars([name for name in coords if name != "dayofyear"])
-            needed.to_zarr(path, region=region)
+        ds.to_zarr(f"{folder}/{store}.zarr", zarr_format=2, encoding=encoding)
 
 
 def with_rossby(folder: str, dates: int, regions: list[str]) -> xr.Dataset:
