@@ -220,8 +220,7 @@ def _convert(name: str, value: Any, kind: Any) -> Any:
         is_short = "://" in text or max(len(part.encode()) for part in text.split("/")) <= LONGEST_NAME
         reason = f"too long: names have at most {LONGEST_NAME} bytes, and paths {LONGEST_TEXT}"
         require(is_short and len(text) <= LONGEST_TEXT, name, value, reason)
-    is_allowed = bounds is not None and bounds.infinite and value == math.inf
-    require(base is not float or math.isfinite(value) or is_allowed, name, value, "a finite number expected")
+    require(base is not float or math.isfinite(value), name, value, "a finite number expected")
     require(bounds is None or bounds.admits(value), name, value, f"must be {bounds}")
     return value
 

@@ -36,11 +36,8 @@ class Range:
     high: float = math.inf
     above: bool = False
     below: bool = False
-    infinite: bool = False  # True: inf is allowed
 
     def admits(self, value: float) -> bool:
-        if self.infinite and value == math.inf:
-            return True
         reaches = value > self.low if self.above else value >= self.low
         return reaches and (value < self.high if self.below else value <= self.high)
 
@@ -195,7 +192,6 @@ class Model:
         "ViT: attention windows [rows, columns] in tokens, which the blocks use in turn; 0: the whole axis. "
         "[]: every token attends to all others. docs/models.md.",
     )
-    qkv_bias: bool = option(True, "ViT: add a bias in the projection to queries, keys and values.")
     qk_norm: bool = option(
         False, "ViT: normalize queries and keys per head, for stability at large learning rates."
     )
@@ -239,7 +235,6 @@ class Optimizer:
     betas: tuple[Decay, Decay] = option(
         (0.9, 0.95), "AdamW, LAMB: decay rates of the means of gradients and of squared gradients."
     )
-    eps: AboveZero = option(1e-8, "AdamW, LAMB: number added to the root of the second moment.")
     momentum: Decay = option(0.9, "SGD, LARS, Muon: momentum; 0.95 is usual for Muon.")
     weight_decay: NonNegative = option(
         0.05, "Weight decay of matrices; decoupled, but part of the gradient with SGD and LARS."
@@ -248,9 +243,6 @@ class Optimizer:
         "linear", "Growth of lr from the reference batch size to the global batch size."
     )
     lr_reference_batch_size: Count = option(0, "Batch size that lr was chosen for. 0: lr is not scaled.")
-    lr_max: Annotated[float, Range(0.0, MOST, above=True, infinite=True)] = option(
-        math.inf, "Upper limit of the scaled learning rate. inf: none."
-    )
 
 
 @dataclass(frozen=True)
@@ -380,9 +372,8 @@ class ActivationCheckpoint:
     mode: Literal["none", "full", "selective", "every_n_blocks"] = option(
         "none",
         'Activations recomputed in the backward pass: "full": whole blocks; "selective": all but matmuls and '
-        'attention; "every_n_blocks": several blocks as one.',
+        'attention; "every_n_blocks": about sqrt(n) of n blocks as one.',
     )
-    every_n_blocks: Positive = option(7, 'Number of blocks that mode "every_n_blocks" recomputes together.')
 
 
 @dataclass(frozen=True)
@@ -401,13 +392,11 @@ class Float8:
 
 @dataclass(frozen=True)
 class Lora:
-    enable: bool = option(
-        False,
-        "ViT: train low-rank adapters (Hu et al. 2021) of the matrices of checkpoint.initial_load_path; "
-        "docs/models.md.",
+    rank: Annotated[int, Range(0, 1_024)] = option(
+        0,
+        "ViT: rank of low-rank adapters (Hu et al. 2021) of the matrices of checkpoint.initial_load_path, "
+        "which are trained in place of these; docs/models.md. 0: no adapters.",
     )
-    rank: Annotated[int, Range(1, 1_024)] = option(8, "Rank of the two matrices of an adapter.")
-    alpha: AboveZero = option(16.0, "Adapters are multiplied by alpha / rank.")
     also_train: tuple[Literal["patch_embedding", "position", "norms", "head"], ...] = option(
         (),
         'Parts that are trained in addition; new input variables need "patch_embedding", new predicted '
@@ -476,8 +465,9 @@ class Metrics:
 @dataclass(frozen=True)
 class Profiling:
     enable_profiling: bool = option(False, "Write traces of torch.profiler (for Perfetto) to traces/.")
-    profile_freq: Positive = option(100, "Steps between traces.")
-    profile_steps: Positive = option(3, "Steps in a trace.")
+    profile_freq: Annotated[int, Range(4, MOST)] = option(
+        100, "Steps between the ends of traces, of 3 steps each. The step before one is discarded."
+    )
 
 
 @dataclass(frozen=True)

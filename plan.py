@@ -107,9 +107,9 @@ def main() -> None:
 
 def make_plan(config: Config, cluster: Cluster, options: argparse.Namespace) -> int:
     """Print the plan; return 1 if the job does not fit, else 0."""
-    if config.lora.enable:
+    if config.lora.rank:
         reason = "adapters are not in the planner's closed forms; use --dry_run"
-        refuse("lora.enable", True, f"{reason}, or set it to false for an upper limit")
+        refuse("lora.rank", config.lora.rank, f"{reason}, or set it to 0 for an upper limit")
     cluster, unused = anchored(cluster, options.anchor)
     original, training = config, config.training
     if options.layout == "auto":

@@ -28,7 +28,6 @@ from torch.distributed import TCPStore  # type: ignore[reportPrivateImportUsage]
 from benchmarks import results_file
 from benchmarks.gpu import TINY, Case, Sizes, describe_error, median_seconds, training_of
 from benchmarks.results_file import RESULTS, ROOT, parse, read_lines, record
-from command_line import text_table
 from config import Parallelism
 from errors import ConfigError, end_process, one_line_errors
 from jobs.log_setup import start_logging
@@ -208,18 +207,15 @@ def table(path: Path, run: str) -> str:
     text = f"{len(compared)} layouts against one process, {len(bad)} out of tolerance{''.join(bad)}"
     columns = ("what", "gigabytes_per_second", "seconds", "planned")
     text += "\n\n" + results_file.table(links, *columns) if links else ""
-    lines: list[tuple] = [("scaling", "ranks", "  layout", "samples/s", "planned", "error", "efficiency")]
     for kind in ("weak", "strong"):
         measured = [row for row in good if kind in row.get("kinds", ())]
-        for row in measured:
-            rate, fewest = row["samples_per_second"], min(other["ranks"] for other in measured)
-            # Samples/s a rank over those of the best layout of the fewest ranks.
-            rates = [other["samples_per_second"] for other in measured if other["ranks"] == fewest]
-            efficiency = rate / row["ranks"] / (max(rates) / fewest)
-            figures = (rate, row["planned"], row["planned"] / rate - 1, efficiency)
-            lines.append((kind, row["ranks"], "  " + row["layout"], *figures))
-    if lines[1:]:
-        text += "\n\n" + text_table("<8 >6 <34 >11.4g >11.4g >+8.0% >11.1%", lines)
+        # Samples/s a rank over those of the best layout of the fewest ranks.
+        rates = [(row["ranks"], row["samples_per_second"] / row["ranks"]) for row in measured]
+        best = max(rate for ranks, rate in rates if ranks == min(rates)[0]) if rates else 1.0
+        for row, (_, rate) in zip(measured, rates, strict=True):
+            row |= {"error": row["planned"] / row["samples_per_second"] - 1, "efficiency": rate / best}
+        columns = ("ranks", "layout", "samples_per_second", "planned", "error", "efficiency")
+        text += f"\n\n{kind} scaling\n{results_file.table(measured, *columns)}" if measured else ""
     failed = [f"\nfailed: {row['part']}, {row['what']}: {row['failed']}" for row in rows if "failed" in row]
     return text + "".join(failed)
 

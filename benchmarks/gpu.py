@@ -2,9 +2,9 @@
 
     benchmarks/gpu.sh [--rehearse] [--only steps,planner] [--minutes 8]
 
-Parts of a group share a process, so that torch and CUDA start once; after one that fails or takes too long a
-new process goes on with the next. Fields are random; a step is train.py's. Every row is written when it is
-measured (benchmarks/README.md says where). Ends with 1 when a part failed, and with 2 without a GPU.
+A part has a process of its own, which ends when its time is up. Fields are random; a step is train.py's.
+Every row is written when it is measured (benchmarks/README.md says where). Ends with 1 when a part failed,
+and with 2 without a GPU.
 """
 
 import faulthandler
@@ -29,37 +29,28 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-import numpy as np
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-import xarray as xr
 from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 
 from benchmarks import trainer_overhead
+from benchmarks.loader import Shape, measure
 from benchmarks.random_run import RandomRun
 from benchmarks.results_file import RESULTS, ROOT, clock, parse, read_lines, record
 from command_line import text_table
 from config import ActivationCheckpoint, Compile, Config, Float8, Model, Optimizer, Parallelism, Training
-from datasets.archive import open_archive
-from datasets.loader import FieldDataset, TrainLoader, TrainSampler
 from models.attention import activate, attention, check_backend, find_obstacle, preferred_backend
 from models.embeddings import unpatchify
-from models.initialization import init_weights
-from models.vit import VisionTransformer
-from parallelisms.activation_checkpoint import apply_activation_checkpoint
-from parallelisms.compile import apply_compile
 from parallelisms.degrees import Degrees
 from parallelisms.mesh import start_ranks
 from planning.architecture import architecture_of
 from planning.clusters import load_cluster
-from planning.memory import block_activations, memory, unit_bytes
+from planning.memory import memory
 from planning.step_time import step_time
 from planning.workload import Workload
-from tests.odd_data import rewrite
 from tests.started_jobs import Job, losses
-from tests.storages import bytes_alive
 from training.metrics import peak_tflops
 from verification.rollout import rollout as roll_out
 
@@ -80,8 +71,6 @@ class Sizes:
     largest_batch: int = 8  # more tokens than 32,768 make no step faster, only longer
     steps: tuple[int, int] = (3, 5)  # warm-up, measured
     compiled: bool = True
-    products: tuple[tuple[int, int], ...] = ((1536, 4608), (1536, 1536), (1536, 6144), (6144, 1536))  # (K, N)
-    rows: int = 32768  # of these products
     stall_dim: int = 512  # of 0.45 GB to save: what a rank of 64 has of vit1b, and some more
     dates: int = 12  # that the loader reads from
     workers: int = 8
@@ -90,10 +79,7 @@ class Sizes:
         return self.grid[0] * self.grid[1] // (patch[0] * patch[1])
 
 
-TINY = Sizes(
-    *((32, 64), ((4, 8), (4, 4)), 3, 64, 2, (4, 2), 2, (1, 2), False, ((64, 192), (256, 64)), 256),
-    *(64, 6, 0),
-)
+TINY = Sizes((32, 64), ((4, 8), (4, 4)), 3, 64, 2, (4, 2), 2, (1, 2), False, 64, 6, 2)
 
 
 def median_seconds(run: Callable[[], Any], warm_up: int, number: int, device: torch.device) -> float:
@@ -169,7 +155,6 @@ class Session:
 RESERVED = 2 * 2**30  # bytes of a device that libraries take in addition to torch's allocator
 PRECISIONS = ("bf16", "float8")  # names of a case with and without float8
 NAMES = ("length", "head", "precision", "mode")  # of a case, in a row
-EVERY_N = 2  # blocks as one, where a mode says so
 SAFETY = 1.05  # on the planner's peak: the allocator's rounding
 CASE_SECONDS = 35.0  # that a case may take, compilation included
 
@@ -191,8 +176,7 @@ class Case:
         model = architecture_of(Model(*shape, attention_windows=self.windows), sizes.grid, channels, channels)
         about = {"field_values": values, "input_values": values, "ac_mode": self.mode}
         about |= {"compiled": sizes.compiled, "float8": bool(self.float8), "attention": self.backend}
-        about |= {"dtype": self.dtype, "every_n": EVERY_N}
-        return Workload(model, Degrees(), self.batch, self.batch, **about)
+        return Workload(model, Degrees(), self.batch, self.batch, dtype=self.dtype, **about)
 
     def about(self, sizes: Sizes) -> Row:
         """Return the names and numbers of a row; length and head are places in the lists of Sizes."""
@@ -215,7 +199,7 @@ def training_of(
         model=Model(*shape, attention_backend=case.backend, attention_windows=case.windows),
         optimizer=Optimizer(lr=1e-5),
         training=Training(local_batch_size=case.batch, mixed_precision_param=case.dtype),
-        activation_checkpoint=ActivationCheckpoint(case.mode, EVERY_N),
+        activation_checkpoint=ActivationCheckpoint(case.mode),
         compile=Compile(sizes.compiled),
         float8=Float8(case.float8),
         parallelism=layout or Parallelism(),
@@ -264,24 +248,20 @@ def backend_of(case: Case, session: Session) -> str:
     return preferred_backend(session.device, torch.bfloat16, tokens, head_dim)
 
 
+def with_largest_batch(case: Case, session: Session) -> Case:
+    """Return a case with the largest batch that fits by the planner."""
+    case = replace(case, batch=session.sizes.largest_batch)
+    free = torch.cuda.mem_get_info()[0] - RESERVED if session.on_gpu else 2**40
+    while case.batch > 1 and SAFETY * memory(case.workload(session.sizes)).peak > free:
+        case = replace(case, batch=case.batch // 2)
+    return case
+
+
 def time_steps(session: Session, case: Case, kernels: bool) -> None:
     """Measure a case with the largest batch that fits, and its kernels on a GPU."""
-    sizes, training, seconds, started = session.sizes, None, 0.0, time.perf_counter()
-    case = replace(case, batch=sizes.largest_batch)
-    free = torch.cuda.mem_get_info()[0] - RESERVED if session.on_gpu else 2**40
-    while case.batch > 1 and SAFETY * memory(case.workload(sizes)).peak > free:
-        case = replace(case, batch=case.batch // 2)
-    while training is None:
-        try:
-            training = training_of(case, sizes, session.device)
-            seconds = session.seconds(training.step, *sizes.steps)
-        except torch.cuda.OutOfMemoryError:
-            if case.batch == 1:
-                raise
-            training, case = None, replace(case, batch=case.batch // 2)
-        if training is None:
-            session.free()  # not while the error is handled, which refers to the tensors
-            started = time.perf_counter()
+    sizes, started, case = session.sizes, time.perf_counter(), with_largest_batch(case, session)
+    training = training_of(case, sizes, session.device)
+    seconds = session.seconds(training.step, *sizes.steps)
     spent, loss = time.perf_counter() - started, training.loss()
     if math.isnan(loss):
         raise ValueError("the loss is NaN")
@@ -344,18 +324,6 @@ def rollout(session: Session) -> None:
             assembly = model = run = None  # before the next one takes its memory
 
 
-def first(session: Session) -> None:
-    """Measure the first step of a process, compilation included; the caller chooses the cache it finds."""
-    session.start_ranks()
-    sizes = replace(session.sizes, compiled=True)
-    folder = Path(os.environ.get("TORCHINDUCTOR_CACHE_DIR", ""))
-    cache = "warm" if folder.name and folder.exists() and any(folder.iterdir()) else "cold"
-    training = training_of(Case(sizes.patches[0], sizes.heads[0], mode="none"), sizes, session.device)
-    if session.on_gpu:
-        torch.cuda.synchronize()
-    session.add(f"first step, {cache}", clock(training.loss), "s", cache=cache, depth=sizes.layers)
-
-
 BACKENDS = {"cpu": ("sdpa", "math"), "cuda": ("sdpa", "cudnn", "flash", "flash4", "flash_attn")}
 # In names of kernels for Hopper: cuDNN's, FlashAttention-3's and -4's; torch's flash kernel is for Ampere.
 HOPPER_KERNELS = ("cudnn", "sm90", "flash_fwd_hopper", "flash_attncute")
@@ -402,95 +370,16 @@ def of_hopper(kernel: str) -> bool:
     return is_own or torch.cuda.get_device_capability()[0] != 9
 
 
-def products(session: Session) -> None:
-    one, m = torch.ones((), device=session.device), session.sizes.rows
-    for (k, n), precision in itertools.product(session.sizes.products, PRECISIONS):
-        what = f"{precision}, M {m}, K {k}, N {n}"
-        with session.attempt(what):
-            kind = torch.float8_e4m3fn if precision == "float8" else torch.bfloat16
-            x, w = (torch.randn(size, device=session.device).to(kind) for size in ((m, k), (n, k)))
-            run = partial(torch.matmul, x, w.t())
-            if precision == "float8":
-                scales = (one, one, None, None, torch.bfloat16, True)
-                run = partial(torch.ops.aten._scaled_mm, x, w.t(), *scales)
-            session.add(what, 2.0 * m * k * n / session.seconds(run, 3, 10) / 1e12, "TFLOP/s", inputs=k)
-
-
-def optimizers(session: Session) -> None:
-    sizes = session.sizes
-    number = Case(sizes.patches[0], sizes.heads[0]).workload(sizes).model.parameters
-    parameter = torch.randn(min(number, 2**29), device=session.device).requires_grad_()
-    parameter.grad = torch.randn_like(parameter)
-    optimizer = torch.optim.AdamW([parameter], lr=1e-6, fused=True)
-    rate = 28 * parameter.numel() / session.seconds(optimizer.step, *sizes.steps)
-    session.add("AdamW fused, whole model", 28 * number / rate, "s", gigabytes_per_second=rate / 1e9)
-
-
-def activations(session: Session) -> None:
-    """Count what a block keeps for its backward pass, in tokens x width numbers of bf16: half of what four
-    keep beyond two, and on a GPU of the difference between two batches, on which autocast's copies of weights
-    do not depend.
-    """
-    dim, grid, compiled = max(session.sizes.dim, 64), (32, 32), session.sizes.compiled
-    settings = Model("vit", (1, 1), dim, 2, dim // 64, attention_backend="sdpa")
-    work = Workload(architecture_of(settings, grid, 2, 2), Degrees(), 2, 2)
-
-    def kept_bytes(mode: Any, layers: int, batch: int) -> int:
-        model = VisionTransformer(2, 2, grid, replace(settings, num_layers=layers))
-        init_weights(model, 0)
-        model.to(session.device)
-        apply_activation_checkpoint(model, ActivationCheckpoint(mode, EVERY_N), compiled=compiled)
-        if compiled:
-            apply_compile(model)
-        x = torch.randn(batch, math.prod(grid), 2, device=session.device)
-        if not session.on_gpu:
-            return bytes_alive(model, x, True)
-        for _ in range(2):  # the first compiles, and makes the gradients
-            torch.cuda.synchronize()
-            before = torch.cuda.memory_allocated()
-            with torch.autocast("cuda", torch.bfloat16):
-                loss = model(x).float().square().mean()
-            kept = torch.cuda.memory_allocated() - before
-            loss.backward()
-            del loss
-        return kept
-
-    for mode in ("none", "selective"):
-        what = f"units of T d kept, {mode}"
-        with session.attempt(what):
-            torch._dynamo.reset()
-            of_batch = [kept_bytes(mode, 4, batch) - kept_bytes(mode, 2, batch) for batch in (2, 4)]
-            size = (of_batch[1] - of_batch[0] if session.on_gpu else of_batch[0]) / 2
-            planned = block_activations(work, mode) / unit_bytes(work)
-            session.add(what, size / unit_bytes(work), "", planned=planned)
-
-
 def loader(session: Session) -> None:
-    """Measure GB/s into the device's memory, from fields a date a chunk, without compression."""
-    sizes, (height, width), number, batch = session.sizes, session.sizes.grid, 12, 4
-    times = np.datetime64("2020-01-01T00", "ns") + np.arange(sizes.dates) * np.timedelta64(6, "h")
-    latitude = 90 - (np.arange(height) + 0.5) * 180 / height
-    coords = {"time": times, "latitude": latitude, "longitude": np.arange(width) * 360 / width}
-    values = np.random.default_rng(0).standard_normal((sizes.dates, height, width), dtype=np.float32)
-    ds = xr.Dataset({f"field_{i}": ([*coords], values) for i in range(sizes.variables)}, coords)
-    encoding: Any = {n: {"chunks": (1, height, width), "compressors": None} for n in ds.data_vars}
+    """Measure GB/s of decoded numbers into the device's memory, and of the codec alone."""
+    sizes = session.sizes
+    shape = Shape(sizes.variables, sizes.grid, "float16", sizes.dates)
     with tempfile.TemporaryDirectory() as folder, session.attempt("loader"):
-        ds.to_zarr(f"{folder}/fields.zarr", zarr_format=2, encoding=encoding, consolidated=True)
-        archive = open_archive(f"{folder}/fields.zarr")
-        pairs = np.stack([np.arange(sizes.dates - 1), np.arange(1, sizes.dates)], axis=1)
-        dataset = FieldDataset(archive, archive.variables, pairs)
-        sampler = TrainSampler(len(dataset), 0, batch, 1, 0, 1)
-        batches = TrainLoader(dataset, sampler, sizes.workers, pin=session.on_gpu).iterate(0)
-        for _ in range(max(sizes.workers, 1)):
-            next(batches)  # until all workers are there
-        started, size = time.perf_counter(), 0
-        for _ in range(number):
-            size += next(batches)[0].to(session.device, non_blocking=True).nbytes
-        if session.on_gpu:
-            torch.cuda.synchronize()
-        seconds = time.perf_counter() - started
-        session.add(f"loader, {sizes.workers} workers", size / seconds / 1e9, "GB/s")
-        session.add("samples that the loader gives", number * batch / seconds, "samples/s")
+        rates = measure(Path(folder, "store.zarr"), shape, sizes.workers, session.device, rounds=1)
+        for name, (rate,) in rates.items():
+            session.add(f"{name}, {sizes.workers} workers", rate, "GB/s")
+        of_a_sample = 2 * shape.date_bytes / 1e9  # a state and the next
+        session.add("samples that the loader gives", rates["rossby"][0] / of_a_sample, "samples/s")
 
 
 def save(session: Session) -> None:
@@ -538,52 +427,50 @@ class PeerModel(nn.Module):
 def peers(session: Session) -> None:
     """Their usual step, autocast and Adam, and the last rung of the tutorial: compiled, with fused Adam."""
     sizes, patch = session.sizes, session.sizes.patches[0]
+    case = with_largest_batch(Case(patch, sizes.heads[0], mode="none"), session)
+    batch = max(case.batch // 2, 1)  # they need more memory
     for (peer, name), taught in itertools.product(PEERS.items(), (True, False)):
-        what = f"{name}{TAUGHT * taught}, {sizes.tokens(patch)} tokens"
+        what = f"{name}{TAUGHT * taught}, {sizes.tokens(patch)} tokens, batch {batch}"
         with session.attempt(what):
-            for batch in (4, 2, 1):  # the largest that fits
-                try:
-                    seconds = peer_seconds(session, peer, patch, batch, taught)
-                    flops = 3 * Case(patch, sizes.heads[0]).workload(sizes).model.flops * batch / seconds
-                    about = {"mfu": session.mfu(flops), "batch": batch, "tokens": sizes.tokens(patch)}
-                    session.add(f"{what}, batch {batch}", batch / seconds, "samples/s", **about)
-                    break
-                except torch.cuda.OutOfMemoryError:
-                    if batch == 1:
-                        raise
-                session.free()
+            with session.device:
+                fields = torch.randn(2, batch, sizes.variables, *sizes.grid)
+                model = PeerModel(peer, sizes, patch)
+            step = peer_step(model, fields, F.mse_loss, "bfloat16", taught)
+            seconds = session.seconds(step, 2 if taught else 1, 3)
+            about: Row = {"batch": batch, "tokens": sizes.tokens(patch)}
+            about["mfu"] = session.mfu(3 * case.workload(sizes).model.flops * batch / seconds)
+            session.add(what, batch / seconds, "samples/s", **about)
+            fields = model = step = None  # before the next one takes its memory
 
 
-def peer_seconds(session: Session, peer: str, patch: tuple[int, int], batch: int, taught: bool) -> float:
-    with session.device:
-        fields, target = torch.randn(2, batch, session.sizes.variables, *session.sizes.grid)
-        model = PeerModel(peer, session.sizes, patch)
+def peer_step(
+    model: nn.Module, fields: Tensor, loss_of: Callable, dtype: str, taught: bool
+) -> Callable[[], float]:
+    """Return the tutorial's step of a model on fields and a target (2, B, C, H, W).
+
+    taught: as the tutorial ends, with compile and fused Adam.
+    """
     predict = torch.compile(model) if taught else model
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-5, betas=(0.9, 0.95), fused=taught)
 
     def step() -> float:
         optimizer.zero_grad()
-        with torch.autocast(session.device.type, torch.bfloat16):
-            loss = F.mse_loss(predict(fields), target)
+        with torch.autocast(fields.device.type, torch.bfloat16, enabled=dtype == "bfloat16"):
+            loss = loss_of(predict(fields[0]), fields[1])
         loss.backward()
         optimizer.step()
         return loss.item()
 
-    return session.seconds(step, 2 if taught else 1, 3)
+    return step
 
 
 def train(session: Session) -> None:
     """Train and validate through NCCL: undisturbed, killed and resumed, in bf16, and on the CPU."""
-    config, data = ROOT / "train_configs/demo.toml", ["--training.local_batch_size", "2"]
-    for folder in (ROOT / ".gpu/data", ROOT.parent / "shared/data"):  # carried along, or where the project is
-        if (folder / LISTS["train"]["winds"]).exists():
-            data = ["--data.path", str(folder / LISTS["train"]["winds"])]
-            rewrite(folder)  # the land-sea mask, to where the configuration has it
-            config = ROOT / "tests/configs/gfs_winds.toml"
+    config = ROOT / "train_configs/demo.toml"
     with tempfile.TemporaryDirectory() as folder:
 
         def start(name: str, *options: str, **environment: str) -> Job:
-            words = [*data, *LISTS["train"]["options"], *options]
+            words = [*LISTS["train"]["options"], *options]
             return Job(config, Path(folder, name), *words, NGPU="1", **environment)
 
         jobs = {"cpu": start("cpu", CUDA_VISIBLE_DEVICES=""), "undisturbed": start("undisturbed")}
@@ -622,57 +509,15 @@ KILL_AFTER = 10  # seconds beyond its time that a part has to end by itself
 PARTS: dict[str, Row] = LISTS["parts"]
 
 
-def run_group(names: list[str], rows: Path, run: str, end: float, rehearse: bool, folder: Path) -> list[str]:
-    """Run parts in one process, and in a new one after each that ends it; return those that failed."""
-    # Compilations are kept for this run only; a first step finds nothing but what the last one left.
-    kept = "first" if names[0].startswith("first") else "others"
-    caches = {f"{name}_CACHE_DIR": str(folder / f"{kept}-{name}") for name in ("TORCHINDUCTOR", "TRITON")}
-    caches |= {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""} if rehearse else {}
-    command = [sys.executable, __file__, "--rows", str(rows), "--run", run, "--end", str(end)]
-    waiting, failed = names, []
-    while waiting:
-        words = [*command, *["--rehearse"] * rehearse, "--parts", ",".join(waiting)]
-        process = subprocess.Popen(words, cwd=ROOT, env=os.environ | caches, start_new_session=True)
-        try:
-            process.wait()
-        finally:
-            with suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)  # its loader's or compiler's workers, too
-        ended = {row["name"]: row["good"] for row in read_lines(rows, run=run, what="part")}
-        last = next((name for name in waiting if not ended.get(name)), "")
-        failed += [last] if last else []
-        waiting = waiting[waiting.index(last) + 1 :] if last else []
-    return failed
-
-
-def run_parts(names: list[str], rows: Path, run: str, end: float, rehearse: bool) -> int:
-    """Run parts in this process until one fails, because the GPU may then be in any state."""
-    parent = os.getppid()
-    for name in names:
-        part = PARTS[name]
-        seconds = part["seconds"] * (SLOW_CPU if rehearse else 1)
-        seconds = min(seconds, end - time.monotonic() - KILL_AFTER)
-        print(f"== {name}", flush=True)
-        if os.getppid() != parent:
-            return 1  # the script that started it has ended
-        session, good = Session(name.removeprefix("more ").split()[0], rows, run, seconds, rehearse), True
-        torch.manual_seed(0)
-        if seconds <= 5:
-            print("  no time left")
-            good = "spare" in part
-        else:
-            faulthandler.dump_traceback_later(seconds + KILL_AFTER, exit=True)
-            try:
-                globals()[part["run"]](session, *part.get("words", ()))
-            except Exception:
-                traceback.print_exc()
-                good = False
-            faulthandler.cancel_dump_traceback_later()
-        taken = max(seconds - session.left, 0.0)
-        session.write({"what": "part", "name": name, "value": taken, "unit": "s", "good": good})
-        print(f"  {taken:.0f} s{'' if good else ', not well'}", flush=True)
-        if not good:
-            return 1
+def run_part(name: str, session: Session) -> int:
+    """Run a part in this process, which ends when its time is up; return the exit code."""
+    faulthandler.dump_traceback_later(session.left + KILL_AFTER, exit=True)
+    torch.manual_seed(0)
+    try:
+        globals()[PARTS[name]["run"]](session, *PARTS[name].get("words", ()))
+    except Exception:
+        traceback.print_exc()
+        return 1
     return 0
 
 
@@ -680,53 +525,49 @@ def table(rows: list[Row]) -> str:
     """Return the lines of gpu.toml with what was measured, next to the best known values and the goals."""
     rows = [row for row in rows if "failed" not in row]
 
-    def best(part: str, key: str = "value", begin: str = "", **wanted: Any) -> float | None:
-        """Return the largest of the rows of a part that have these values; None where there is none."""
+    def best(part: str, key: str = "value", begin: str = "", **wanted: Any) -> float:
+        """Return the largest of the rows of a part that have these values; NaN where there is none."""
         those = [row for row in rows if row["part"] == part and row["what"].startswith(begin)]
         those = [row for row in those if all(row.get(name) == value for name, value in wanted.items())]
-        return max((row[key] for row in those if row.get(key) is not None), default=None)
+        return max((row[key] for row in those if row.get(key) is not None), default=math.nan)
 
-    def ratio(above: float | None, below: float | None) -> float | None:
-        return above / below if above and below else None
-
-    figures: dict[str, float | None] = {}
+    figures: dict[str, float] = {}
     for length in (0, 1):
-        step = partial(best, "steps", length=length)
-        figures[f"float8 {length}"] = ratio(*(step(head=0, precision=name) for name in PRECISIONS[::-1]))
-        pair = (best("windows", length=length, windowed=windowed) for windowed in (True, False))
-        figures[f"windows {length}"] = ratio(*pair)
+        step, windowed = partial(best, "steps", length=length), partial(best, "windows", length=length)
+        bf16, float8 = (step(head=0, precision=name) for name in PRECISIONS)
+        figures[f"float8 {length}"] = float8 / bf16
+        figures[f"windows {length}"] = windowed(windowed=True) / windowed(windowed=False)
         for head in (0, 1):
             figures[f"mfu {length} {head}"] = step("mfu", head=head, precision="bf16")
     step = partial(best, "steps", length=0, head=0, precision="bf16")
-    selective = ratio(step(mode="none"), step(mode="selective"))
-    figures["selective"] = selective and selective - 1
+    figures["selective"] = step(mode="none") / step(mode="selective") - 1
     for kind in ("time", "memory"):
         errors = [abs(row["value"]) for row in rows if row["part"] == "planner" and row.get("kind") == kind]
-        figures[f"worst {kind} planner"] = max(errors, default=None)
-        figures[f"mean {kind} planner"] = statistics.mean(errors) if errors else None
-    figures["loader over step"] = ratio(best("loader", begin="samples that the loader gives"), step())
+        figures[f"worst {kind} planner"] = max(errors, default=math.nan)
+        figures[f"mean {kind} planner"] = statistics.mean(errors or [math.nan])
+    figures["loader over step"] = best("loader", begin="samples that the loader gives") / step()
     for peer, name in PEERS.items():
-        figures[peer] = ratio(step(), best("peers", begin=name + TAUGHT))
+        figures[peer] = step() / best("peers", begin=name + TAUGHT)
     lines: list[tuple] = [("", "measured", "best known", "limit", "goal")]
     for what, name, known, limit, goal, form in LISTS["lines"]:
         part, _, begin = name.partition(": ")
         value = best(part, begin=begin) if begin else figures[name]
         sign, _, number = goal.partition(" ")
-        verdict = ""
-        if value is not None and goal:
+        shown, verdict = "not measured" if math.isnan(value) else format(value, form), ""
+        if goal and not math.isnan(value):
             good = value >= float(number) if sign == ">=" else value <= float(number)
             verdict = "  met" if good else "  missed"
-        shown = "not measured" if value is None else format(value, form)
         lines.append((what, shown, known, limit, goal, verdict))
     return text_table("<46 >14 >14 >12 >12 <8", lines)
 
 
 def main() -> int:
     # The last four are of the processes that it starts.
-    own = {"parts": "", "rows": Path(), "run": "", "end": 0.0}
+    own = {"part": "", "rows": Path(), "run": "", "seconds": 0.0}
     options = parse(__doc__, rehearse=False, only=",".join(PARTS), minutes=8.0, **own)
-    if options.parts:
-        return run_parts(options.parts.split(","), options.rows, options.run, options.end, options.rehearse)
+    if name := options.part:
+        part = name.removeprefix("more ")
+        return run_part(name, Session(part, options.rows, options.run, options.seconds, options.rehearse))
     chosen = options.only.split(",")
     if unknown := set(chosen) - set(PARTS):
         print(f"--only {','.join(sorted(unknown))}: the parts are {', '.join(PARTS)}", file=sys.stderr)
@@ -737,14 +578,27 @@ def main() -> int:
     # Figures of a rehearsal mean nothing and are not kept among the results.
     folder = Path(os.environ.get("OUT") or (ROOT / "outputs/gpu" if options.rehearse else RESULTS))
     rows, run, failed = folder / "gpu.jsonl", time.strftime("%Y-%m-%dT%H:%M:%S"), []
-    end = time.monotonic() + 60 * options.minutes * (SLOW_CPU if options.rehearse else 1)
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # past the `finally` of run_group
-    groups: dict[str, list[str]] = {}
-    for name in PARTS:
-        groups.setdefault(PARTS[name].get("group", "timings"), []).extend([name] if name in chosen else [])
+    slower = SLOW_CPU if options.rehearse else 1
+    end = time.monotonic() + 60 * options.minutes * slower
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # past the `finally` below
     with tempfile.TemporaryDirectory() as scratch:
-        for group in filter(None, groups.values()):
-            failed += run_group(group, rows, run, end, options.rehearse, Path(scratch))
+        # Compilations are kept for this run only.
+        caches = {f"{name}_CACHE_DIR": f"{scratch}/{name}" for name in ("TORCHINDUCTOR", "TRITON")}
+        caches |= {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""} if options.rehearse else {}
+        for name in [name for name in PARTS if name in chosen]:
+            seconds = min(PARTS[name]["seconds"] * slower, end - time.monotonic() - KILL_AFTER)
+            print(f"== {name}, {seconds:.0f} s", flush=True)
+            if seconds <= 5:
+                failed += [] if "spare" in PARTS[name] else [name]
+                continue
+            command = [sys.executable, __file__, "--part", name, "--rows", str(rows), "--run", run]
+            command += ["--seconds", str(seconds), *["--rehearse"] * options.rehearse]
+            process = subprocess.Popen(command, cwd=ROOT, env=os.environ | caches, start_new_session=True)
+            try:
+                failed += [name] if process.wait() else []
+            finally:
+                with suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGKILL)  # its loader's or compiler's workers, too
     measured = read_lines(rows, run=run)
     bad = [f"failed: {row['what']}: {row['failed']}" for row in measured if "failed" in row]
     where = torch.cuda.get_device_name() if torch.cuda.is_available() else "a CPU: figures that mean nothing"

@@ -5,7 +5,7 @@
 #   benchmarks/gpu.sh              (ROSSBY_PYTHON names an interpreter that has the packages)
 #   benchmarks/gpu.sh --rehearse   the same on a CPU with tiny sizes, in four minutes; its figures mean nothing
 #   benchmarks/gpu.sh --gather [PYTHON_VERSION]    fills .gpu with what a machine without a network lacks: wheels for its
-#     Python (default: 3.12; x86-64 Linux with torch, numpy and scipy in place), and the smallest real winds
+#     Python (default: 3.12; x86-64 Linux with torch, numpy and scipy in place)
 # OUT: a folder for the rows (as they are measured) and the log; without it they go to
 #   benchmarks/results/gpu.jsonl and outputs/gpu/gpu.log.
 set -euo pipefail
@@ -13,7 +13,7 @@ cd "$(dirname "$0")/.."
 source ./setup.sh
 
 gather() {
-    local python=${1:-3.12} platforms=() data=../shared/data pinned glibc
+    local python=${1:-3.12} platforms=() pinned glibc
     local packages=(tomli tomli_w torchdata torchao zarr numcodecs donfig crc32c google-crc32c h5netcdf dask cloudpickle partd locket toolz)
     pinned=$(grep -hE "^($(IFS='|' && echo "${packages[*]}"))==" requirements.txt)
     rm -rf ".gpu/wheels-$python"
@@ -21,11 +21,6 @@ gather() {
     # shellcheck disable=SC2086  # a word a package
     "$PYTHON" -m pip download --quiet --no-deps --only-binary=:all: --dest ".gpu/wheels-$python" \
         --python-version "$python" --implementation cp "${platforms[@]}" $pinned timm
-    if [[ -d $data ]]; then
-        mkdir -p .gpu/data/gfs_winds_2026 .gpu/data/static
-        cp -f "$data"/gfs_winds_2026/*_5.625deg.nc .gpu/data/gfs_winds_2026/
-        cp -f "$data"/static/landsea.nc .gpu/data/static/
-    fi
     du -sh .gpu
 }
 

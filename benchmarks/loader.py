@@ -1,22 +1,18 @@
-"""Reading of batches against the codec alone and zarr-python.
+"""Reading of batches into the memory of a device, against the codec alone.
 
-    .venv/bin/python benchmarks/loader.py [words] [--rounds 3] [--quick]
+    .venv/bin/python benchmarks/loader.py [--rounds 3] [--quick]
 
 Training stores of made-up fields, 17 x 1024 x 2048 as float16 and 20 x 181 x 360 as float32, read at random
 dates with a warm page cache by two threads, with memory retained as train.py does: the codec alone (lz4 of
-blosc, bit shuffle), zarr-python, Rossby. GB/s are of decoded numbers as Rossby stores them; "processor": the
-share of the codec by the time of processors, which other programs disturb less; all take turns, medians.
-Words choose rows: "float16", "180". 4 GB below --scratch, 20 minutes; --quick: small, nothing recorded.
+blosc, bit shuffle) and Rossby. GB/s are of decoded numbers as Rossby stores them; both take turns, medians.
+4 GB below --scratch, ten minutes; --quick: small, nothing recorded.
 """
 
 import statistics
 import sys
 import tempfile
-import time
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,34 +24,35 @@ import xarray as xr
 import zarr
 from numcodecs import Blosc
 
-from benchmarks.results_file import in_turns, parse, record, table
+from benchmarks.results_file import clock, in_turns, parse, record, table
 from datasets.archive import archive_of_dataset, open_archive
 from datasets.convert import Conversion, Request
 from datasets.field_dataset import FieldDataset
 from datasets.loader import EvaluationSampler, Loader
 from training.process_settings import retain_memory
 
-THREADS, BATCH, STARTING, DATES = 2, 4, 3, 96  # threads; dates of a batch; batches of a start; dates read
+BATCH = 4  # dates
 DIMS = ("time", "latitude", "longitude")
-Read = Callable[[np.ndarray], np.ndarray]  # these dates, in this order -> GB/s of either clock
 
 
 @dataclass(frozen=True)
 class Shape:
-    name: str
     variables: int
     grid: tuple[int, int]
     dtype: str
     dates: int
 
     @property
-    def names(self) -> list[str]:
-        return [f"temperature:{1000 - 10 * number}" for number in range(self.variables)]
+    def name(self) -> str:
+        return f"{self.variables} x {self.grid[0]} x {self.grid[1]} {self.dtype}"
+
+    @property
+    def date_bytes(self) -> int:
+        return self.variables * self.grid[0] * self.grid[1] * np.dtype(self.dtype).itemsize
 
 
-LARGE = Shape("17 x 1024 x 2048 float16", 17, (1024, 2048), "f2", 24)
-SMALL = Shape("20 x 181 x 360 float32", 20, (181, 360), "f4", 192)
-QUICK = (Shape("4 x 512 x 1024", 4, (512, 1024), "f2", 24), Shape("6 x 91 x 180", 6, (91, 180), "f4", 48))
+LARGE, SMALL = Shape(17, (1024, 2048), "float16", 24), Shape(20, (181, 360), "float32", 192)
+QUICK = Shape(4, (512, 1024), "float16", 24), Shape(6, (91, 180), "float32", 48)
 
 
 def weather(shape: Shape, date: int, variable: int) -> np.ndarray:
@@ -67,91 +64,73 @@ def weather(shape: Shape, date: int, variable: int) -> np.ndarray:
     return (waves + 0.01 * noise).astype(shape.dtype)
 
 
-def readers(path: Path, shape: Shape) -> dict[str, Read]:
-    """Write the fields as datasets.convert does, in shards of 24 dates, and return ways to read them."""
+def measure(
+    path: Path, shape: Shape, threads: int, device: torch.device, rounds: int, dates: int = 96
+) -> dict[str, list[float]]:
+    """Return GB/s of the codec alone and of Rossby, round by round, of so many dates.
+
+    Fields are written to `path` as datasets.convert does, in shards of 24 dates.
+    """
     height, width = shape.grid
     times = np.datetime64("2000-01-01", "ns") + np.arange(shape.dates) * np.timedelta64(6, "h")
     places = 90 - (np.arange(height) + 0.5) * 180 / height, np.arange(width) * 360 / width
-    coords = dict(zip(DIMS, (times, *places), strict=True))
+    names = [f"temperature:{1000 - 10 * number}" for number in range(shape.variables)]
     fields = {
         name: (DIMS, np.stack([weather(shape, date, number) for date in range(shape.dates)]).astype("f4"))
-        for number, name in enumerate(shape.names)
+        for number, name in enumerate(names)
     }
+    coords = dict(zip(DIMS, (times, *places), strict=True))
     source = archive_of_dataset("memory://loader", xr.Dataset(fields, coords))
-    dtype = {"f2": "float16", "f4": "float32"}[shape.dtype]
-    Conversion(Request(("memory://loader",), dtype=dtype), path, source).run()
-
-    def clocks() -> np.ndarray:
-        """Return the seconds of the wall's clock, and those that processors have spent on this process."""
-        return np.array([time.perf_counter(), time.process_time()])
-
-    def rate(number: int, started: np.ndarray) -> np.ndarray:
-        date_bytes = shape.variables * height * width * np.dtype(shape.dtype).itemsize
-        return number * date_bytes / (clocks() - started) / 1e9
+    Conversion(Request(("memory://loader",), dtype=shape.dtype), path, source).run()
+    rng = np.random.default_rng(0)
 
     # The codec alone decodes chunks that are in memory by as many threads, into one piece of memory each.
     root: Any = zarr.open_group(str(path), mode="r")
     packer = Blosc(cname="lz4", clevel=5, shuffle=Blosc.BITSHUFFLE)
-    arrays = [root[name.replace(":", "_")] for name in shape.names]
-    packed = [[packer.encode(array[date]) for date in range(shape.dates)] for array in arrays]
-    outs = [np.empty(shape.grid, shape.dtype) for _ in range(THREADS)]
+    packed = [[packer.encode(root[name.replace(":", "_")][i]) for i in range(shape.dates)] for name in names]
+    outs = [np.empty(shape.grid, shape.dtype) for _ in range(threads)]
 
-    def decode(part: int, dates: np.ndarray) -> None:
-        for date in dates:
-            for chunks in packed[part::THREADS]:
+    def decode(part: int, chosen: np.ndarray) -> None:
+        for date in chosen:
+            for chunks in packed[part::threads]:
                 packer.decode(chunks[date], out=outs[part])
 
-    def codec_alone(dates: np.ndarray) -> np.ndarray:
-        started = clocks()
-        with ThreadPoolExecutor(THREADS) as pool:
-            list(pool.map(decode, range(THREADS), [dates] * THREADS))
-        return rate(len(dates), started)
+    def codec_alone() -> float:
+        chosen = rng.integers(0, shape.dates, dates)
+        with ThreadPoolExecutor(threads) as pool:
+            seconds = clock(lambda: list(pool.map(decode, range(threads), [chosen] * threads)))
+        return dates * shape.date_bytes / seconds / 1e9
 
-    def zarr_python(dates: np.ndarray) -> np.ndarray:
-        started = clocks()
-        for date in dates:
-            np.stack([array[int(date)] for array in arrays])
-        return rate(len(dates), started)
-
-    dataset = FieldDataset(open_archive(str(path)), shape.names, np.arange(shape.dates)[:, None])
+    dataset = FieldDataset(open_archive(str(path)), names, np.arange(shape.dates)[:, None])
     sampler = EvaluationSampler(shape.dates, BATCH, 0, 1)
-    loader = Loader(dataset, sampler, THREADS)
+    loader, starting = Loader(dataset, sampler, threads, pin=device.type == "cuda"), max(threads, 3)
 
-    def rossby(dates: np.ndarray) -> np.ndarray:
-        sampler.batches[:] = [part.tolist() for part in np.array_split(dates, len(dates) // BATCH)]
-        started = clocks()
-        for number, _ in enumerate(loader, 1):
-            if number == STARTING:  # a start is not what is measured
-                started = clocks()
-        return rate(len(dates) - STARTING * BATCH, started)
+    def rossby() -> float:
+        chosen = rng.integers(0, shape.dates, dates)
+        sampler.batches[:] = [part.tolist() for part in np.array_split(chosen, dates // BATCH)]
+        batches = (fields.to(device, non_blocking=True) for fields, _ in loader)
+        for _ in range(starting):  # a start is not what is measured
+            next(batches)
+        seconds = clock(lambda: [None for _ in batches])
+        return (dates - starting * BATCH) * shape.date_bytes / seconds / 1e9
 
-    return {"codec alone": codec_alone, "zarr-python": zarr_python, "rossby": rossby}
+    return in_turns(rounds, {"codec alone": codec_alone, "rossby": rossby})
 
 
 def main() -> int:
-    options = parse(__doc__, words=(), rounds=3, quick=False, scratch="")
+    options, rows = parse(__doc__, rounds=3, quick=False, scratch=""), []
     torch.set_num_threads(1)
     retain_memory(torch.device("cpu"))
-    rows = []
     for shape in QUICK if options.quick else (LARGE, SMALL):
-        if not {*options.words} - {"read"} <= {*shape.name.split()}:
-            continue
         with tempfile.TemporaryDirectory(dir=options.scratch or None) as scratch:
-            path, rng = Path(scratch) / "store.zarr", np.random.default_rng(0)
-            draw = partial(rng.integers, 0, shape.dates, DATES)
-            ways = {name: lambda read=read: read(draw()) for name, read in readers(path, shape).items()}  # noqa: B023
-            rates = in_turns(options.rounds, ways)
-        pairs = zip(rates["rossby"], rates["codec alone"], strict=True)
-        medians = {name: statistics.median(values[0] for values in both) for name, both in rates.items()}
-        row: dict[str, Any] = {"store": shape.name, "codec": "lz4"} | medians
-        row["of the codec"], row["processor"] = np.median([a / b for a, b in pairs], axis=0).tolist()
-        row["x zarr"] = medians["rossby"] / medians["zarr-python"]
-        rows.append(row)
+            rates = measure(Path(scratch) / "store.zarr", shape, 2, torch.device("cpu"), options.rounds)
+        row: dict[str, Any] = {name: statistics.median(values) for name, values in rates.items()}
+        shares = [ours / codec for codec, ours in zip(*rates.values(), strict=True)]
+        rows.append({"store": shape.name, "codec": "lz4"} | row | {"of the codec": statistics.median(shares)})
         print(rows[-1], flush=True)
     if not options.quick:
         record("loader", rows, ("zarr", "numcodecs"))
-    columns = ("store", "codec alone", "zarr-python", "rossby", "of the codec", "processor", "x zarr")
-    print(f"\nGB/s decoded\n{table(rows, *columns)}" if rows else "no row has these words")
+    print(f"\nGB/s decoded\n{table(rows, 'store', 'codec alone', 'rossby', 'of the codec')}")
     return 0
 
 

@@ -18,27 +18,13 @@ import xarray as xr
 from benchmarks.results_file import ROOT
 
 DRAWN = tomllib.loads((ROOT / "benchmarks/attack.toml").read_text())["oracle"]
-VARIABLES, AXES = DRAWN["variables"], DRAWN["axes"]
+VARIABLES, AXES, REGIONS = DRAWN["variables"], DRAWN["axes"], DRAWN["regions"]
 UPPER, STATIC = [*list(VARIABLES)[:6], "hgt"], ["land_sea_mask", "geopotential_at_surface"]
 SURFACE = [name for name in VARIABLES if name not in (*UPPER, *STATIC)]
 FORMATS = ("netcdf3", "netcdf4", "zarr2", "zarr3", "sharded")
 HOUR = np.timedelta64(3600, "s")
-# WeatherBench2's: south, north, west, east of boxes, limits included.
-REGIONS = {
-    "global": [(-90, 90, 0, 360)],
-    "tropics": [(-20, 20, 0, 360)],
-    "extra-tropics": [(-90, -20, 0, 360), (20, 90, 0, 360)],
-    "northern-hemisphere": [(20, 90, 0, 360)],
-    "southern-hemisphere": [(-90, -20, 0, 360)],
-    "europe": [(35, 75, 347.5, 360), (35, 75, 0, 42.5)],
-    "north-america": [(25, 60, 240, 285)],
-    "north-atlantic": [(25, 65, 290, 350)],
-    "north-pacific": [(25, 60, 145, 230)],
-    "east-asia": [(25, 60, 102.5, 150)],
-    "ausnz": [(-45, -12.5, 120, 175)],
-    "arctic": [(60, 90, 0, 360)],
-    "antarctic": [(-90, -60, 0, 360)],
-}
+LEVEL_UNITS = {"hPa": 1, "Pa": 100, "mb": 1, "millibar": 1, "": 1, "kPa": 0.1}
+LEAD_UNITS = {"hours": 3600, "days": 86400, "nanoseconds": 1e-9, "minutes": 60}
 Array = np.ndarray
 
 
@@ -94,11 +80,8 @@ def draw_grid(rng: np.random.Generator) -> tuple[Array, Array]:
     rows, columns = int(rng.integers(5, 10)), int(draw(rng, 6, 8, 9, 12))
     kind = draw(rng, "poles", "cells", "gaussian", "regional", "regional")
     if kind == "regional":
-        spacing, north, west = (
-            draw(rng, 2.5, 5.0),
-            draw(rng, 70.0, 40.0, 21.25),
-            draw(rng, -20.0, 172.5, 340.0),
-        )
+        spacing, north = draw(rng, 2.5, 5.0), draw(rng, 70.0, 40.0, 21.25)
+        west = draw(rng, -20.0, 172.5, 340.0)
         return north - spacing * np.arange(rows), west + spacing * np.arange(columns)
     east = draw(rng, 0.0, 0.0, -180.0, 7.5) + np.arange(columns) * 360 / columns
     if kind == "gaussian":
@@ -120,9 +103,8 @@ def other_grid(rng: np.random.Generator, fields: Fields) -> tuple[Array, Array]:
         return north - steps[0], draw(rng, 0, 0, -360) + east[0] + apart / 4 + steps[1]
     rows, columns = draw(rng, (4, 5), (3, 6), (12, 16), (11, 15))
     half = draw(rng, 0, 90 / rows)
-    return np.linspace(90 - half, half - 90, rows), draw(rng, 0, -180, 10) + np.arange(
-        columns
-    ) * 360 / columns
+    east = draw(rng, 0, -180, 10) + np.arange(columns) * 360 / columns
+    return np.linspace(90 - half, half - 90, rows), east
 
 
 def random_fields(rng: np.random.Generator, names: list[str], axes: dict, grid: Any, holes: float) -> Fields:
@@ -153,9 +135,8 @@ def encode(rng: np.random.Generator, name: str, values: Array, plain: bool, form
     if about := f"at {name[-3:]} hPa" if name.endswith(":100") else VARIABLES[base(name)].get("about"):
         attrs["long_name"] = about  # u100 may be either
     most = np.abs(numbers[~missing]).max(initial=1.0)
-    kinds = ["f4", ">f4", "f8", "packed", "packed"] + ["f2"] * int(
-        most < 6e4 and not format.startswith("net")
-    )
+    kinds = ["f4", ">f4", "f8", "packed", "packed"]
+    kinds += [] if most >= 6e4 or format.startswith("net") else ["f2"]
     kind = "f4" if plain else draw(rng, *kinds)
     kind = "f4" if kind == ">f4" and format in ("zarr3", "sharded") else kind
     if kind == "packed":
@@ -163,18 +144,15 @@ def encode(rng: np.random.Generator, name: str, values: Array, plain: bool, form
         number_type = draw(rng, np.float32, np.float64)
         scale, middle = number_type((high - low) / 60000 or 1), number_type((low + high) / 2)
         fill = np.int16(draw(rng, -32767, -32768, 32767))
-        stored = np.where(missing, fill, np.round((values_or_0(numbers) - middle) / scale)).astype("i2")
+        filled = np.nan_to_num(numbers, nan=0.0)
+        stored = np.where(missing, fill, np.round((filled - middle) / scale)).astype("i2")
         attrs |= {"scale_factor": scale, "add_offset": middle, draw(rng, "_FillValue", "missing_value"): fill}
         if (unsigned := format.startswith("net") and rng.random() < 0.3) and high > low:
             scale, middle = (high - low) / 65000, low
-            stored = np.round((values_or_0(numbers) - middle) / scale).clip(0, 65000)
+            stored = np.round((filled - middle) / scale).clip(0, 65000)
             stored = np.where(missing, 65535, stored).astype("u2")
-            attrs |= {
-                "scale_factor": scale,
-                "add_offset": middle,
-                "_FillValue": np.int16(-1),
-                "_Unsigned": "true",
-            }
+            attrs |= {"scale_factor": scale, "add_offset": middle}
+            attrs |= {"_FillValue": np.int16(-1), "_Unsigned": "true"}
             attrs.pop("missing_value", None)
         decoded = stored * float(scale) + float(middle)
         stored = stored.view("i2") if unsigned else stored
@@ -188,10 +166,6 @@ def encode(rng: np.random.Generator, name: str, values: Array, plain: bool, form
     return stored, attrs, np.where(missing, np.nan, decoded * factor + offset)
 
 
-def values_or_0(values: Array) -> Array:
-    return np.nan_to_num(values, nan=0.0)
-
-
 def encode_times(rng: np.random.Generator, times: Array) -> tuple[Array, dict[str, Any]]:
     unit, seconds = draw(rng, ("hours", 3600), ("days", 86400), ("minutes", 60), ("seconds", 1))
     since = draw(rng, "1900-01-01 00:00:00.0", "1850-1-1", "2000-01-01T00:00:00Z", "1970-01-01 06:00")
@@ -199,16 +173,9 @@ def encode_times(rng: np.random.Generator, times: Array) -> tuple[Array, dict[st
     numbers = (times - np.datetime64(plain, "s")) / np.timedelta64(seconds, "s")
     kind = draw(rng, "f8", "f8" if seconds < 3600 else "f4", "f8" if unit == "days" else "i4")
     kind = "f8" if kind == "i4" and np.abs(numbers).max() > 2**31 - 1 else kind
-    calendar = draw(
-        rng, {}, {"calendar": "standard"}, {"calendar": "gregorian"}, {"calendar": "proleptic_gregorian"}
-    )
-    return numbers.astype(kind), {"units": f"{unit} since {since}"} | calendar
-
-
-def encode_levels(rng: np.random.Generator, levels: list[int]) -> tuple[Array, dict[str, str]]:
-    text, factor = draw(rng, ("hPa", 1), ("Pa", 100), ("mb", 1), ("millibar", 1), ("", 1), ("kPa", 0.1))
-    kind = draw(rng, "f4", "f8", *["i4"] * (factor >= 1))
-    return (np.array(levels) * factor).astype(kind), {"units": text} if text else {}
+    calendar = draw(rng, "", "standard", "gregorian", "proleptic_gregorian")
+    attrs = {"units": f"{unit} since {since}", "calendar": calendar}
+    return numbers.astype(kind), {name: text for name, text in attrs.items() if text}
 
 
 def encode_east(rng: np.random.Generator, longitude: Array) -> tuple[Array, Array]:
@@ -245,30 +212,25 @@ def disguise(rng: np.random.Generator, fields: Fields, plain: bool, format: str,
                 values, order[role] = np.append(values, values.dtype.type(-99999)), np.append(order[role], 0)
                 attrs |= {"_FillValue": values[-1]}
         elif role == "lead":
-            text, seconds = draw(
-                rng, ("hours", 3600), ("days", 86400), ("nanoseconds", 1e-9), ("minutes", 60)
-            )
+            text, seconds = draw(rng, *LEAD_UNITS.items())
             values, attrs = values / np.timedelta64(1, "s") / seconds, {"units": text}
             values = values if text == "days" else values.astype("i8" if not format == "netcdf3" else "f8")
         coords[dim[role]] = (dim[role], values, attrs)
     degrees = draw(rng, "f4", "f8")
     degrees = "f8" if plain else degrees  # float32 alone changes scores by 1e-8
-    coords[dim["latitude"]] = (
-        dim["latitude"],
-        fields.latitude[rows].astype(degrees),
-        {"units": "degrees_north"},
-    )
-    coords[dim["longitude"]] = (dim["longitude"], labels.astype(degrees), {"units": "degrees_east"})
+    places = {"latitude": (fields.latitude[rows], "north"), "longitude": (labels, "east")}
+    for role, (numbers, way) in places.items():
+        coords[dim[role]] = (dim[role], numbers.astype(degrees), {"units": f"degrees_{way}"})
     upper = [name for name in fields.values if ":" in name]
-    levels = [
-        int(each) for each in rng.permutation(list(dict.fromkeys(int(n.partition(":")[2]) for n in upper)))
-    ]
+    levels = rng.permutation(list(dict.fromkeys(int(n.partition(":")[2]) for n in upper))).tolist()
     way = "axis" if "hgt" in map(base, upper) else "names"  # of which names with levels are not known
     way = draw(rng, "axis", "axis", "axis", way, "scalar" if len(levels) == 1 and way == "names" else "axis")
     if upper and way != "names":
-        numbers, attrs = encode_levels(rng, levels)
+        text, factor = draw(rng, *LEVEL_UNITS.items())
+        numbers = (np.array(levels) * factor).astype(draw(rng, "f4", "f8", *["i4"] * (factor >= 1)))
+        attrs = {"units": text} if text else {}
         coords[dim["level"]] = (dim["level"], numbers, attrs) if way == "axis" else ((), numbers[0], attrs)
-    permuted = [str(each) for each in rng.permutation([*axes, "level", "latitude", "longitude"])]
+    permuted = rng.permutation([*axes, "level", "latitude", "longitude"]).tolist()
     if rng.random() < 0.5:
         permuted = [*axes, "level", "latitude", "longitude"]
     data, meant, fixed = {}, {}, {}
@@ -371,9 +333,8 @@ def add_unreadable(rng: np.random.Generator, ds: xr.Dataset) -> xr.Dataset:
         ds = ds.assign({name: ds[name].expand_dims(single, int(rng.integers(2))) for name in ds.data_vars})
     if rng.random() < 0.2:
         dim = next(each for each in ("lev", "level") if each not in ds.coords)
-        about = draw(
-            rng, ([0.99, 0.98], {"long_name": "hybrid level at midpoints"}), ([0.4, 0.3], {"units": "hPa"})
-        )
+        hybrid = [0.99, 0.98], {"long_name": "hybrid level at midpoints"}
+        about = draw(rng, hybrid, ([0.4, 0.3], {"units": "hPa"}))
         ds = ds.assign_coords({dim: (dim, *about)})
         ds["o3"] = [dim, *dims], rng.normal(size=(2, *shape)).astype("f4")
     return ds
@@ -419,16 +380,12 @@ def generate_scores(seed: int, folder: Path) -> None:
         fields, format = random_fields(rng, own, axes, where, holes), draw(rng, *FORMATS)
         name = draw(rng, f"model {i}", f"f{i}", f"HRES-{i}")
         if infinite := rng.random() < 0.1:
-            fields.values[own[0]][tuple(int(rng.integers(size)) for size in fields.values[own[0]].shape)] = (
-                np.inf
-            )
+            values = fields.values[own[0]]
+            values[tuple(int(rng.integers(size)) for size in values.shape)] = np.inf
         ds, forecasts[name] = disguise(rng, fields, plain or infinite, format, False)
         words += ["--forecast", f"{name}={write(rng, ds, folder / f'forecast{i}', format)}"]
-    clim, baselines, regions = (
-        None,
-        some(rng, ["persistence", "climatology"], 0),
-        ["global", *some(rng, REGIONS, 0, 4)],
-    )
+    clim, baselines = None, some(rng, ["persistence", "climatology"], 0)
+    regions = list(dict.fromkeys(["global", *some(rng, REGIONS, 0, 4)]))
     if rng.random() < 0.7:
         hours_of_day = some(rng, [0, 6, 12, 18], 1) if rng.random() < 0.3 else [0, 6, 12, 18]
         days = np.arange(1, draw(rng, 366, 367, 367))
@@ -454,30 +411,20 @@ def generate_scores(seed: int, folder: Path) -> None:
         region = draw(rng, [60.0, -100.0, -60.0, 100.0], [90.0, 0.0, 0.0, 360.0], [45.0, 170.0, -80.0, -40.0])
     if same and not is_global and analyses is truth and rng.random() < 0.3:
         boundary = 1
-    regions = (
-        [*REGIONS]
-        if rng.random() < 0.2
-        else [str(each) for each in rng.permutation(list(dict.fromkeys(regions)))]
-    )
+    regions = [*REGIONS] if rng.random() < 0.2 else rng.permutation(regions).tolist()
     against = [*forecasts][1] if len(forecasts) > 1 else "persistence" if "persistence" in baselines else ""
     if not against and "climatology" in baselines:
         against = "climatology"
     variables = rng.permutation(names).tolist()
-    data = {
-        "path": path,
-        "variables": variables,
-        "step_hours": hours,
-        "region": region,
-        "boundary_width": boundary,
-    }
+    data = {"path": path, "variables": variables, "step_hours": hours}
+    data |= {"region": region, "boundary_width": boundary}
     period = None
     if rng.random() < 0.2:  # the common dates but the first
         period = times[core[1]], times[core[-1]]
         data["test_period"] = [str(each) for each in period]
         data["train_period"] = [str(times[0]), str(times[core[1] - 1])]
-    (folder / "run.toml").write_text(
-        tomli_w.dumps({"data": data, "model": {"patch_size": [1, 1]}, "validation": {"lead_hours": [hours]}})
-    )
+    config = {"data": data, "model": {"patch_size": [1, 1]}, "validation": {"lead_hours": [hours]}}
+    (folder / "run.toml").write_text(tomli_w.dumps(config))
     words += ["--job.config_file", str(folder / "run.toml"), "--job.dump_folder", str(folder / "run")]
     words += [f"--baselines={','.join(baselines)}", f"--regions={','.join(regions)}"]
     regions = sorted(regions, key=lambda name: name != "global")

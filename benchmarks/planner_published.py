@@ -101,19 +101,11 @@ def published_runs(file: Path) -> list[tuple[dict[str, Any], Architecture]]:
     return runs
 
 
-def judged_runs() -> list[dict[str, Any]]:
-    """Return the rows of published_runs.toml."""
-    rows = [judged(run, model) for run, model in published_runs(RUNS)]
-    return with_neighbours(rows, [row for row in rows if row["group"] != "held out"])
+def judged_runs(file: Path = RUNS, seen: list[dict[str, Any]] | None = None) -> list[dict[str, Any]]:
+    """Return the rows of a file, with what the utilisation of the nearest run of `seen` gives.
 
-
-def unseen_runs(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return the rows of published_unseen.toml. rows: of published_runs.toml, which may be neighbours."""
-    return with_neighbours([judged(run, model) for run, model in published_runs(UNSEEN)], rows)
-
-
-def with_neighbours(rows: list[dict[str, Any]], seen: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return `rows` with what the utilisation of the nearest run of `seen` gives."""
+    seen: rows of published_runs.toml; by default those of this file that are not held out.
+    """
 
     def distance(one: dict[str, Any], other: dict[str, Any]) -> float:
         """Return doublings of parameters, tokens and GPUs; 4 more for each other kind of run."""
@@ -121,6 +113,8 @@ def with_neighbours(rows: list[dict[str, Any]], seen: list[dict[str, Any]]) -> l
         kinds = ("peak", "float8", "dtype", "checkpointing", "language")
         return sizes + 4 * sum(one[key] != other[key] for key in kinds)
 
+    rows = [judged(run, model) for run, model in published_runs(file)]
+    seen = seen or [row for row in rows if row["group"] != "held out"]
     for row in rows:
         nearest = min((other for other in seen if other is not row), key=lambda other: distance(row, other))  # noqa: B023
         row["neighbour"] = nearest["what"]
@@ -309,7 +303,7 @@ def label(run: dict[str, Any], work: Workload) -> str:
     degrees = " ".join(f"{axis}{n}" for axis, n in named.items())
     layout = f"fsdp{work.degrees.world}" if list(named) == ["shard"] else degrees or "one"
     kind = "float8" if work.float8 else {"float32": "fp32", "bfloat16": "bf16"}[work.dtype]
-    again = {"none": "", "every_second_product": ", op", "every_n_blocks": f", every {work.every_n}"}
+    again = {"none": "", "every_second_product": ", op", "every_n_blocks": f", every {work.segment}"}
     compiled = (" compiled" if work.compiled else "") + (" async" if run.get("async_tp") else "")
     tokens = f"{work.model.tokens / 1024:.0f}k" if work.model.tokens > 9999 else str(work.model.tokens)
     mode = run.get("ac_mode", "none")
@@ -338,22 +332,16 @@ def error_table(groups: dict[str, list[dict[str, Any]]], known: dict[str, Band])
 
 
 def summaries(rows: list[dict[str, Any]]) -> str:
-    """Return a line a use and kind, and a line a kind of pairs of which one is the other's anchor."""
-    groups: dict[str, list[dict[str, Any]]] = {}
-    for group in GROUPS:
-        own = [row for row in rows if row["group"] == group]
-        kinds = sorted({row["kind"] for row in own})
-        groups |= {f"{group}: {kind}": [row for row in own if row["kind"] == kind] for kind in kinds}
-        groups[group] = own
+    """Return a line a use and one for all, and a line a kind of pairs of which one is the other's anchor."""
+    groups = {group: [row for row in rows if row["group"] == group] for group in GROUPS} | {"all": rows}
     known = bands_by_kind([row for row in rows if row["group"] != "held out"])
     factors = {kind: anchored_factors(rows, kind) for kind in KINDS}
     factors["all"] = sum(factors.values(), [])
-    pairs = {
-        f"anchored, {kind}": [{"kind": "", "error": 1 - 1 / factor} for factor in values]
-        for kind, values in factors.items()
-        if values
-    }
-    return f"{error_table(groups | {'all': rows}, known)}\n\n{error_table(pairs, known)}"
+    pairs = {}
+    for kind, values in factors.items():
+        pairs[f"anchored, {kind}"] = [{"kind": "", "error": 1 - 1 / factor} for factor in values]
+    pairs = {name: errors for name, errors in pairs.items() if errors}
+    return f"{error_table(groups, known)}\n\n{error_table(pairs, known)}"
 
 
 def unseen_summary(unseen: list[dict[str, Any]], rows: list[dict[str, Any]]) -> str:
@@ -443,7 +431,7 @@ def peaks_table() -> str:
 
 def main() -> None:
     rows = judged_runs()
-    unseen = unseen_runs(rows)
+    unseen = judged_runs(UNSEEN, rows)
     record("planner_published", rows + unseen)
     BANDS.write_text(bands_toml(rows), encoding="utf-8")
     # Tokens/s of one GPU, or samples/s of all; "copied": with the nearest known run's utilisation.

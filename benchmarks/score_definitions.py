@@ -60,10 +60,7 @@ def regrid(values: Array, source: Fields, target: Fields) -> Array:
 
 
 def on_grid(fields: Fields, target: Fields) -> Fields:
-    same = [
-        np.array_equal(getattr(fields, each), getattr(target, each)) for each in ("latitude", "longitude")
-    ]
-    if all(same):
+    if all(map(np.array_equal, (fields.latitude, fields.longitude), (target.latitude, target.longitude))):
         return fields
     values = {name: regrid(each, fields, target) for name, each in fields.values.items()}
     return replace(fields, values=values, latitude=target.latitude, longitude=target.longitude)
@@ -75,9 +72,8 @@ def crop(fields: Fields, region: list[float]) -> Fields:
     north, west, south, east = region
     rows = (fields.latitude <= north) & (fields.latitude >= south)
     offset = (fields.longitude - west + 1e-9) % 360 - 1e-9
-    columns = np.argsort(offset)[
-        : int((offset <= (360 if east - west == 360 else (east - west) % 360)).sum())
-    ]
+    width = 360 if east - west == 360 else (east - west) % 360
+    columns = np.argsort(offset)[: int((offset <= width).sum())]
     values = {name: each[..., rows, :][..., columns] for name, each in fields.values.items()}
     return replace(fields, values=values, latitude=fields.latitude[rows], longitude=(west + offset)[columns])
 
@@ -121,15 +117,10 @@ def statistics(
     """Return area means (D, R) of one variable and lead: state (D[, M], H, W), others (D, H, W)."""
 
     def mean(x: Array, where: Array) -> Array:
+        finite = np.isfinite(x)
+        summed = np.where(where & finite, x, 0.0), where.astype(float), where & ~finite
         with np.errstate(invalid="ignore", divide="ignore"):
-            total, area, broken = (
-                np.einsum("dhw,rhw->dr", each, weights)
-                for each in (
-                    np.where(where & np.isfinite(x), x, 0.0),
-                    where.astype(float),
-                    where & ~np.isfinite(x),
-                )
-            )
+            total, area, broken = (np.einsum("dhw,rhw->dr", each, weights) for each in summed)
             return np.where(broken > 0, np.inf, total) / area
 
     members = state.shape[1] if state.ndim == 4 else 1

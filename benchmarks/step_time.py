@@ -24,9 +24,9 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from benchmarks.gpu import TAUGHT, PeerModel, Sizes
+from benchmarks.gpu import TAUGHT, PeerModel, Sizes, peer_step
 from benchmarks.random_run import RandomRun
 from benchmarks.results_file import clock, in_turns, parse, record, table
 from config import Compile, Config, Model, Optimizer, Training
@@ -79,25 +79,8 @@ def build_peers(folder: str, dim: int, dtype: str) -> list[str]:
     for taught, (name, build) in itertools.product((False, True), models.items()):
         comm._COMM_GROUPS.clear()
         torch.manual_seed(0)
-        STEPS[name + TAUGHT * taught] = peer_step(build(), l2_loss, dtype, taught)
+        STEPS[name + TAUGHT * taught] = peer_step(build(), batch(), l2_loss, dtype, taught)
     return list(STEPS)
-
-
-def peer_step(model: nn.Module, loss_of: Any, dtype: str, taught: bool) -> Callable[[], float]:
-    """Return the tutorial's step of a model on fields; `taught`: with compile and fused Adam."""
-    fields, target = batch()
-    predict = torch.compile(model) if taught else model
-    optimizer = torch.optim.Adam(model.parameters(), lr=1e-5, betas=(0.9, 0.95), fused=taught)
-
-    def step() -> float:
-        optimizer.zero_grad()
-        with torch.autocast("cpu", torch.bfloat16, enabled=dtype == "bfloat16"):
-            loss = loss_of(predict(fields), target)
-        loss.backward()
-        optimizer.step()
-        return loss.item()
-
-    return step
 
 
 def time_step(name: str) -> float:
@@ -113,16 +96,17 @@ def compare(folder: str, dim: int, dtype: str, alternations: int) -> list[dict[s
     seconds = {name: statistics.median(values) for name, values in times.items()}
     for group in groups:
         group.stop()  # what was built takes memory
-    flops = (
-        3 * BATCH * architecture_of(Model("vit", PATCH, dim, LAYERS, HEADS), GRID, CHANNELS, CHANNELS).flops
-    )
+    model = architecture_of(Model("vit", PATCH, dim, LAYERS, HEADS), GRID, CHANNELS, CHANNELS)
     ours = min((name for name in steps if name.startswith("rossby")), key=seconds.__getitem__)
     ratio = seconds[ours] / min(seconds[name] for name in steps if not name.startswith("rossby"))
-    same = {"dim": dim, "dtype": dtype, "limit": LIMITS[dtype]}
-    return [
-        same | {"side": n, "seconds": s, "gflops": flops / s / 1e9, "ratio": ratio if n == ours else None}
+    rows = [
+        {"dim": dim, "dtype": dtype, "limit": LIMITS[dtype], "side": n, "seconds": s}
         for n, s in seconds.items()
     ]
+    for row in rows:
+        row["gflops"] = 3 * BATCH * model.flops / row["seconds"] / 1e9
+        row["ratio"] = ratio if row["side"] == ours else None
+    return rows
 
 
 def main() -> int:

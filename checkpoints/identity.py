@@ -23,7 +23,6 @@ from datasets.variables import expand_levels, plain_units
 from errors import ConfigError, without_secrets
 from models.registry import MODELS, registered
 
-LORA = ("rank", "alpha")
 ROLES = ("variables", "diagnostic_variables", "forcing_variables")
 DATA = ("static_variables", "forcings", "step_hours", "history")
 DATA += ("boundary_width", "forcings_of_target")
@@ -109,7 +108,7 @@ class Identity:
 
     def check_model(self, config: Config, way_out: str) -> None:
         """Check the model alone, which may have more layers and other channels: for fine-tuning."""
-        if self.values["lora"]["enable"]:
+        if self.values["lora"]["rank"]:
             reason = "its weights need their adapters; use the folder that forecast.py --export FOLDER writes"
             raise ConfigError(f"checkpoint.initial_load_path: {self.folder}: {reason} of that run")
         ours, theirs = meaning(plain(config)), meaning(self.values)
@@ -140,12 +139,11 @@ def with_defaults(stored: Values) -> Values:
 
 def meaning(values: Values) -> dict[str, Any]:
     """Return all settings that weights depend on."""
-    model, data, lora = values["model"], values["data"], values["lora"]
-    settings = {"model.name": model["name"], "lora.enable": lora["enable"]}
+    model, data = values["model"], values["data"]
+    settings = {"model.name": model["name"], "lora.rank": values["lora"]["rank"]}
     settings |= {f"model.{key}": model[key] for key in registered(model["name"]).settings}
     if "model.mlp_dim" in settings:
         settings["model.mlp_dim"] = Model(**model).hidden_dim
-    settings |= {f"lora.{key}": lora[key] for key in LORA if lora["enable"]}
     settings |= {f"data.{key}": data[key] for key in DATA}
     return settings | {f"data.{key}": expand_levels(data[key], data["levels"]) for key in ROLES}
 

@@ -1,8 +1,8 @@
 """Low-rank adapters (LoRA): the matrices of a ViT's blocks are frozen; two thin ones for each are trained.
 
-Hu et al. 2021 (arXiv:2106.09685): W x becomes W x + (alpha / rank) B (A x), with A (rank, in) random and
-B (out, rank) zero, so that the first step is the base model's. W keeps its name, so that checkpoints of the
-base are loaded by name. Shapes: B batch, T tokens, r rank.
+Hu et al. 2021 (arXiv:2106.09685): W x becomes W x + SCALE B (A x), with A (rank, in) random and B (out,
+rank) zero, so that the first step is the base model's. W keeps its name, so that checkpoints of the base are
+loaded by name. Shapes: B batch, T tokens, r rank.
 """
 
 import torch
@@ -12,29 +12,29 @@ from torch import Tensor, nn
 from config import Lora
 
 ADAPTERS = ("lora_a", "lora_b")
+SCALE = 2.0  # Hu et al.'s alpha / rank: alpha = 2 rank, so that a learning rate suits all ranks
 
 
 class AdaptedLinear(nn.Linear):
     """x (B, T, in) -> (B, T, out): a frozen matrix with its frozen bias, and its trained adapter."""
 
-    def __init__(self, plain: nn.Linear, rank: int, alpha: float) -> None:
+    def __init__(self, plain: nn.Linear, rank: int) -> None:
         """Create the adapter on the device of `plain`, the meta device; weights are initialized later."""
         device, bias = plain.weight.device, plain.bias is not None
         super().__init__(plain.in_features, plain.out_features, bias, device, torch.float32)
         self.lora_a = nn.Parameter(torch.empty(rank, plain.in_features, device=device))
         self.lora_b = nn.Parameter(torch.empty(plain.out_features, rank, device=device))
-        self.factor = alpha / rank
 
     def forward(self, x: Tensor) -> Tensor:
-        output = adapted_product(x, self.weight, self.lora_a, self.lora_b, self.factor)
+        output = adapted_product(x, self.weight, self.lora_a, self.lora_b)
         return output if self.bias is None else output + self.bias.to(output.dtype)
 
 
-def adapted_product(x: Tensor, weight: Tensor, lora_a: Tensor, lora_b: Tensor, factor: float) -> Tensor:
-    """W x + factor B (A x) of plain tensors, in autocast's precision or that of x."""
+def adapted_product(x: Tensor, weight: Tensor, lora_a: Tensor, lora_b: Tensor) -> Tensor:
+    """W x + SCALE B (A x) of plain tensors, in autocast's precision or that of x."""
     kind = x.device.type
     x = x.to(torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype)
-    adapted = F.linear(factor * F.linear(x, lora_a.to(x.dtype)), lora_b.to(x.dtype))
+    adapted = F.linear(SCALE * F.linear(x, lora_a.to(x.dtype)), lora_b.to(x.dtype))
     return F.linear(x, weight.to(x.dtype)) + adapted
 
 
@@ -45,7 +45,7 @@ def apply_lora(model: nn.Module, lora: Lora) -> None:
     """
     for name, layer in list(model.named_modules()):
         if isinstance(layer, nn.Linear) and name.startswith("blocks."):
-            model.set_submodule(name, AdaptedLinear(layer, lora.rank, lora.alpha))
+            model.set_submodule(name, AdaptedLinear(layer, lora.rank))
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(is_trained(name, lora.also_train))
 
@@ -73,12 +73,12 @@ def adapter_std(name: str, in_features: int) -> float:
 
 @torch.no_grad()
 def merge_lora(model: nn.Module) -> None:
-    """Replace every adapted layer by the plain one of the same product: W + (alpha / rank) B A, float32."""
+    """Replace every adapted layer by the plain one of the same product: W + SCALE B A, float32."""
     adapted = {name: layer for name, layer in model.named_modules() if isinstance(layer, AdaptedLinear)}
     for name, layer in adapted.items():
         has_bias = layer.bias is not None
         plain = nn.Linear(layer.in_features, layer.out_features, has_bias, layer.weight.device)
-        plain.weight.copy_(layer.weight + layer.factor * (layer.lora_b @ layer.lora_a))
+        plain.weight.copy_(layer.weight + SCALE * (layer.lora_b @ layer.lora_a))
         if has_bias:
             plain.bias.copy_(layer.bias)
         model.set_submodule(name, plain)

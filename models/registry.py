@@ -44,7 +44,7 @@ class Registered:
 
 
 VIT_KEYS = ("patch_size", "dim", "num_layers", "num_heads", "mlp", "mlp_dim", "position", "attention_windows")
-VIT_KEYS += ("qkv_bias", "qk_norm")
+VIT_KEYS += ("qk_norm",)
 MODELS = {
     "vit": Registered(
         "a ViT", "models.vit:VisionTransformer", ("tp", "pp", *CONTEXT), ("width", "levels"), planned=True
@@ -137,22 +137,24 @@ def check_model(config: Config) -> None:
         if config.float8.enable:
             reason = f"multiplies the matrices of a ViT, {known.label} has none; set it to false"
             refuse("float8.enable", True, reason)
-    if config.lora.enable:
+    if config.lora.rank:
         _check_lora(config)
 
 
 def _check_lora(config: Config) -> None:
     lora, model = config.lora, config.model
     if model.name != "vit":
-        reason = f'adapts the matrices of a ViT, and model.name = "{model.name}" has none; set this to false'
-        refuse("lora.enable", True, reason)
+        reason = f'adapts the matrices of a ViT, and model.name = "{model.name}" has none; set this to 0'
+        refuse("lora.rank", lora.rank, reason)
     if not config.checkpoint.initial_load_path:
         reason = "adapts a trained model; name its run in checkpoint.initial_load_path"
-        refuse("lora.enable", True, reason)
+        refuse("lora.rank", lora.rank, reason)
     if config.float8.enable:
-        refuse("float8.enable", True, "swaps the matrices that lora.enable adapts; set one of them to false")
+        refuse(
+            "float8.enable", True, "swaps the matrices that lora.rank adapts; set it to false, or that to 0"
+        )
     if (degree := config.parallelism.tensor_parallel_degree) > 1:
-        reason = "does not shard the adapters of lora.enable; set it to 1, all other kinds of parallelism do"
+        reason = "does not shard the adapters of lora.rank; set it to 1, all other kinds of parallelism do"
         refuse("parallelism.tensor_parallel_degree", degree, reason)
     if lora.rank >= model.dim:
         refuse("lora.rank", lora.rank, f"must be smaller than model.dim = {model.dim}")

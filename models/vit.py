@@ -48,7 +48,7 @@ class Attention(nn.Module):
         self.head_dim = dim // model.num_heads
         # Rows are ordered (head, q|k|v, E): a contiguous slice of rows is whole heads with their q, k, v.
         # Ordered (q|k|v, head, E), a slice for tensor parallelism would cut across q, k and v.
-        self.qkv = nn.Linear(dim, 3 * dim, bias=model.qkv_bias)
+        self.qkv = nn.Linear(dim, 3 * dim)
         self.q_norm = LayerNorm(self.head_dim, eps=NORM_EPS) if model.qk_norm else nn.Identity()
         self.k_norm = LayerNorm(self.head_dim, eps=NORM_EPS) if model.qk_norm else nn.Identity()
         self.rotary: Rotary | None = None

@@ -23,6 +23,7 @@ from torch.utils.checkpoint import (
 from config import ActivationCheckpoint
 from models.lora import AdaptedLinear
 from models.vit import StochasticDepth
+from parallelisms.degrees import segment_length
 
 # By name, not by object: packages and torch versions differ in which of these exist.
 MATMULS = {
@@ -56,9 +57,11 @@ def apply_activation_checkpoint(
     """Change what the blocks of `model` save, in place; after tensor parallelism, before compile and FSDP.
 
     none: everything that autograd needs; full: the input of each block; every_n_blocks: the input of every
-    n-th block; selective: outputs of matmuls and attention. compiled: True if blocks will be compiled.
+    n-th block, n of `segment_length`; selective: outputs of matmuls and attention. compiled: True if
+    blocks will be compiled.
     """
-    mode, every_n = settings.mode, settings.every_n_blocks
+    mode, blocks = settings.mode, list(model.get_submodule("blocks").children())
+    every_n = segment_length(len(blocks))
     if mode == "full" and compiled and any(isinstance(p, DTensor) for p in model.parameters()):
         # Under tensor parallelism torch 2.13 saves the mesh, which a recomputed collective needs, as if it
         # were a tensor ("expected all tensors_saved_with_vc_check to be Tensors"). So the compiled block is
@@ -67,7 +70,7 @@ def apply_activation_checkpoint(
     if mode == "every_n_blocks":
         model.checkpoint_every = every_n  # type: ignore[assignment]
     elif mode in ("full", "selective"):
-        for block in model.get_submodule("blocks").children():
+        for block in blocks:
             block.forward = MethodType(_forward_full if mode == "full" else _forward_selective, block)
     for module in model.modules() if mode != "none" else ():
         if isinstance(module, StochasticDepth):

@@ -88,6 +88,13 @@ def num_stages(schedule: str, pp: int) -> int:
     return pp if schedule in ("GPipe", "1F1B") else 2 * pp
 
 
+def segment_length(num_blocks: int) -> int:
+    """Return how many of a model's or a stage's blocks activation checkpointing recomputes as one in mode
+    "every_n_blocks": as many as there are inputs of them to keep (Chen et al. 2016).
+    """
+    return round(math.sqrt(num_blocks))
+
+
 def num_ranks() -> int:
     """Return the number of ranks: torchrun's WORLD_SIZE, or the ranks that run_train.sh will start."""
     if "WORLD_SIZE" in os.environ:

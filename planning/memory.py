@@ -235,7 +235,7 @@ def block_activations(work: Workload, mode: str) -> float:
     hidden = model.hidden_units  # before the activation; again after it
     qkv = model.qkv_features / model.dim
     if mode in ("full", "every_n_blocks"):
-        return s / (work.every_n if mode == "every_n_blocks" else 1)
+        return s / work.segment
     sums = 4 * work.states_at_once * model.heads * work.rank_tokens  # log-sum-exp of attention
     exchanged = 1.0 * bool(work.shares_by)  # attention's output before and after it went back
     if work.shares_by == "all_gather":  # keys and values of all ranks instead
@@ -278,5 +278,5 @@ def recomputed(work: Workload) -> float:
         keys = (work.model.qkv_features / work.model.dim - 1) * gathered
         return s * (1 + work.degrees.tp + work.model.hidden_units + normed(work) + keys)
     if work.ac_mode in ("full", "every_n_blocks"):
-        return min(work.segment, work.rank_layers) * block_activations(work, "none") - s
+        return work.segment * block_activations(work, "none") - s
     return 0.0

@@ -87,15 +87,15 @@ def best_layouts(work: Workload, cluster: Cluster, number: int = 10) -> list[Pla
 
 def candidates(work: Workload, cluster: Cluster) -> Iterator[Workload]:
     """Every layout x mode of activation checkpointing x micro-batch that train.py would accept, compiled."""
-    modes = {"none": 1, "selective": 1, "full": 1, work.ac_mode: work.every_n}
+    modes = dict.fromkeys(("none", "selective", "full", work.ac_mode))
     work = work.replace(compiled=True, offload=False, zero1=False)
     for degrees in layouts(work, cluster):
         samples = work.global_batch // degrees.dp  # of a rank, in a step
         batches = [n for n in divisors(samples) if n <= MAX_MICRO_BATCH]
         if degrees.pp > 1:  # fewer than twice as many as stages leave the pipeline idle for a third
             batches = [n for n in batches if samples // n >= degrees.pp][:3]
-        for (mode, every_n), batch in product(modes.items(), batches):
-            changed = work.replace(degrees=degrees, ac_mode=mode, every_n=every_n)
+        for mode, batch in product(modes, batches):
+            changed = work.replace(degrees=degrees, ac_mode=mode)
             if degrees.pp > 1:
                 yield changed.replace(local_batch=samples, pipeline_micro_batch=batch, schedule="1F1B")
                 continue

@@ -8,7 +8,7 @@ from config import Config
 from datasets.channels import Channels
 from errors import ConfigError
 from models.registry import MODELS, registered
-from parallelisms.degrees import Degrees, num_stages, resolve_degrees
+from parallelisms.degrees import Degrees, num_stages, resolve_degrees, segment_length
 from planning.architecture import Architecture, architecture_of
 from training.due import Rollouts
 
@@ -28,7 +28,6 @@ class Workload:
     field_values: int = 0  # of the predicted fields of a sample: V H W
     input_values: int = 0  # the same of the input
     ac_mode: str = "none"
-    every_n: int = 1
     compiled: bool = False
     float8: bool = False
     attention: str = "sdpa"
@@ -149,7 +148,9 @@ class Workload:
     @property
     def segment(self) -> int:
         """Number of blocks that are recomputed as one, where whole blocks are."""
-        return self.every_n if self.ac_mode == "every_n_blocks" else 1
+        stages = self.stages_of_rank if self.degrees.pp > 1 else 1
+        blocks = math.ceil(self.rank_layers / stages)
+        return segment_length(blocks) if self.ac_mode == "every_n_blocks" else 1
 
     @property
     def stages_of_rank(self) -> int:
@@ -186,7 +187,7 @@ def workload_of(config: Config, world: int, grid_shape: tuple[int, int], num_var
         raise ConfigError(
             f'model.name = "{config.model.name}": plan.py knows the {known}; for others use --dry_run'
         )
-    training, parallelism, ac = config.training, config.parallelism, config.activation_checkpoint
+    training, parallelism = config.training, config.parallelism
     degrees, cells = resolve_degrees(world, parallelism), math.prod(grid_shape)
     channels = len(Channels.of(config.data, config.model.noise_dim).inputs)
     smallest = training.local_batch_size * degrees.dp
@@ -199,8 +200,7 @@ def workload_of(config: Config, world: int, grid_shape: tuple[int, int], num_var
         reduce_itemsize=ITEMSIZE[training.mixed_precision_reduce],
         field_values=num_variables * cells,
         input_values=channels * cells,
-        ac_mode=ac.mode,
-        every_n=ac.every_n_blocks,
+        ac_mode=config.activation_checkpoint.mode,
         compiled=config.compile.enable,
         float8=config.float8.enable,
         attention=config.model.attention_backend,

@@ -140,7 +140,7 @@ def config_of(layout: Layout, seed: int, **settings: Any) -> Config:
         "variable_weights": (1.0, 2.0, 0.5)[: 3 - layout.roles],
         "max_norm": 0.5,
     }
-    optimizer: dict[str, Any] = {"lr": 1e-2, "eps": EPS, "weight_decay": 0.05}
+    optimizer: dict[str, Any] = {"lr": 1e-2, "weight_decay": 0.05}
     training |= {key: value for key, value in settings.items() if hasattr(Training, key)}
     optimizer |= {key: value for key, value in settings.items() if hasattr(Optimizer, key)}
     names: dict[str, Any] = {"variables": VARIABLES}
@@ -162,9 +162,9 @@ def config_of(layout: Layout, seed: int, **settings: Any) -> Config:
         lr_scheduler=LrScheduler(warmup_steps=0, decay_type="constant"),
         training=Training(**training),
         parallelism=Parallelism(**layout.parallelism),
-        activation_checkpoint=ActivationCheckpoint(layout.activation_checkpoint, every_n_blocks=2),  # type: ignore[arg-type]
+        activation_checkpoint=ActivationCheckpoint(layout.activation_checkpoint),  # type: ignore[arg-type]
         compile=Compile(bool(layout.compile)),
-        lora=Lora(layout.lora, rank=4),
+        lora=Lora(rank=4 * layout.lora),
         float8=Float8(layout.float8, enable_fsdp_float8_all_gather=layout.float8_all_gather),
     )
 
@@ -206,8 +206,9 @@ class SmallRun:
         self.device, area = own_device(), area_weights(fields.grid.latitude)
         with patch("parallelisms.compile.BACKEND", layout.compile), patch(ADAPTER_STD, lambda *_: 0.1):
             assembly = assemble(config, fields, self.mesh, self.device)
+        with patch("training.optimizers.build.EPS", EPS):
             self.state = build_state(config, assembly)
-            self.run = Run(config, assembly, self.state, area, GLOBAL_BATCH)
+        self.run = Run(config, assembly, self.state, area, GLOBAL_BATCH)
         self.model, self.objective = assembly.model, self.run.objective
         self.order = TrainSampler(16, 0, local, layout.accumulation, self.mesh.dp_rank, degrees.dp)
         self.data = samples(layout.grid, layout.rollout, layout.history)
@@ -322,7 +323,7 @@ ROTARY = (("position", "rotary"),)
 WINDOWS = (("attention_windows", ((2, 0), (0, 4), (0, 0))),)  # of 4 x 8 tokens
 LINES = (("attention_windows", ((1, 0), (0, 1))),)
 SWIGLU = (("mlp", "swiglu"),)
-OTHER = (("qk_norm", True), ("position", "rotary"), ("qkv_bias", False))
+OTHER = (("qk_norm", True), ("position", "rotary"))
 
 
 def tp(degree: int = 2, **more: Any) -> dict[str, Any]:

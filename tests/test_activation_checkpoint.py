@@ -43,7 +43,7 @@ def build(mode: str, layers: int = 4, float8: bool = False, compiled: bool = Fal
     init_weights(model, seed=0)
     if float8:
         apply_float8(model, Float8(), "cpu")
-    apply_activation_checkpoint(model, ActivationCheckpoint(mode, 2), compiled=compiled)  # type: ignore[arg-type]
+    apply_activation_checkpoint(model, ActivationCheckpoint(mode), compiled=compiled)  # type: ignore[arg-type]
     return model
 
 
@@ -77,29 +77,29 @@ def bytes_saved(model: nn.Module, x: Tensor) -> int:
 
 
 def units_alive(mode: str, precision: str = "float32", **options) -> float:
-    """A block's bytes in units of T d: the difference of four blocks and two."""
+    """A block's bytes in units of T d: the difference of six blocks and four, of which two are a segment."""
     dtype, autocast = PRECISIONS[precision]
-    kept = [bytes_alive(build(mode, n, **options).to(dtype), patches(dtype), autocast, KEYS) for n in (4, 2)]
+    kept = [bytes_alive(build(mode, n, **options).to(dtype), patches(dtype), autocast, KEYS) for n in (6, 4)]
     return (kept[0] - kept[1]) / 2 / (B * T * D * (4 if precision == "float32" else 2))
 
 
 def planned_units(mode: str, attention_backend: str = "sdpa", **options) -> float:
     """Planned activations of a block, in the same units."""
-    model = architecture_of(Model("vit", (1, 1), D, 1, HEADS, **options), (16, 32), 2, 2)
-    work = Workload(model, Degrees(), B, B, every_n=2, attention=attention_backend)
+    model = architecture_of(Model("vit", (1, 1), D, 4, HEADS, **options), (16, 32), 2, 2)
+    work = Workload(model, Degrees(), B, B, ac_mode=mode, attention=attention_backend)
     return block_activations(work, mode) / unit_bytes(work)
 
 
 def units_saved(mode: str, compiled: bool = False) -> float:
     def kept(layers: int) -> int:
         model = build("none", layers)
-        apply_activation_checkpoint(model, ActivationCheckpoint(mode, 2), compiled=compiled)  # type: ignore[arg-type]
+        apply_activation_checkpoint(model, ActivationCheckpoint(mode), compiled=compiled)  # type: ignore[arg-type]
         if compiled:
             torch._dynamo.reset()
             apply_compile(model, backend="aot_eager_decomp_partition")
         return bytes_saved(model, patches())
 
-    return (kept(4) - kept(2)) / 2 / (B * T * D * 4)
+    return (kept(6) - kept(4)) / 2 / (B * T * D * 4)
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)
@@ -127,7 +127,7 @@ def test_outputs_of_adapters_are_computed_again() -> None:
 
     def kept(layers: int) -> int:
         model = build("none", layers)
-        apply_lora(model, Lora(True, rank=4))
+        apply_lora(model, Lora(rank=4))
         apply_activation_checkpoint(model, ActivationCheckpoint("selective"))
         return bytes_alive(model, patches(), False)
 
@@ -179,9 +179,9 @@ def backward_work(mode: str, layers: int, **options) -> tuple[float, int]:
 )
 @pytest.mark.parametrize("stochastic_depth", (0.0, 0.5))
 def test_work_repeated_per_block(mode: str, matmuls: float, attentions: int, stochastic_depth: float) -> None:
-    four, two = (backward_work(mode, n, stochastic_depth=stochastic_depth) for n in (4, 2))
-    assert (four[0] - two[0]) / 2 - 48 == pytest.approx(matmuls)  # backward itself: twice 24
-    assert (four[1] - two[1]) / 2 == attentions
+    six, four = (backward_work(mode, n, stochastic_depth=stochastic_depth) for n in (6, 4))
+    assert (six[0] - four[0]) / 2 - 48 == pytest.approx(matmuls)  # backward itself: twice 24
+    assert (six[1] - four[1]) / 2 == attentions
 
 
 def test_selective_repeats_no_matmul_of_math_attention_or_float8() -> None:

@@ -62,10 +62,10 @@ class Logger:
 }
 OPTION: Edits = {
     "config.py": (
-        "    qkv_bias: bool",
-        '    doubled: bool = option(False, "ViT: twice the output.")\n    qkv_bias: bool',
+        "    qk_norm: bool",
+        '    doubled: bool = option(False, "ViT: twice the output.")\n    qk_norm: bool',
     ),
-    "models/registry.py": ('VIT_KEYS += ("qkv_bias",', 'VIT_KEYS += ("doubled", "qkv_bias",'),
+    "models/registry.py": ('VIT_KEYS += ("qk_norm",', 'VIT_KEYS += ("doubled", "qk_norm",'),
     "models/vit.py": (
         "        self.qkv = nn.Linear(dim",
         "        self.doubled = model.doubled\n        self.qkv = nn.Linear(dim",

@@ -32,13 +32,13 @@ SLOW = [
     ("layout_parity 'fsdp 2, zero-2'", "formulas in 1 of the 1", (0,)),
     ("trainer_overhead saves --rounds 1 --dim 64", "async_with_pinned_mem", (0, 1)),
     ("chaos cycles --seed 10 --events 2", "seconds", (0,)),
-    ("loader --quick --rounds=1 180", "180", (0,)),
+    ("loader --quick --rounds=1", "6 x 91 x 180", (0,)),
     ("attack --cases 12 --kind keys", " s", (0,)),
     ("attack sources --seeds 2", " s", (0,)),
     ("attack scores --seeds 2", " s", (0,)),
     ("verification_speed --dates 4 --levels 1", "memory from 1 to 4", (0, 1)),
     ("trainer_overhead --rounds=1 --steps=20 --dim=24", "asked", (0, 1)),
-    (f"skill windows --seeds=1 --steps=2 --task=simulated {SHORTER}", "x", (0, 1)),
+    (f"skill windows --seeds=1 --task=simulated {SHORTER}", "strips", (0,)),
 ]
 
 

@@ -2,7 +2,6 @@
 
 import dataclasses
 import gc
-import math
 import resource
 import shlex
 import subprocess
@@ -55,15 +54,14 @@ def test_a_file_anywhere_extends_one_of_the_project(folder: Path) -> None:
         ("--training.steps 7", "training.steps", 7),
         ("--optimizer.lr 1", "optimizer.lr", 1.0),
         ("--optimizer.lr=1e-4", "optimizer.lr", 1e-4),
-        ("--optimizer.lr_max inf", "optimizer.lr_max", math.inf),
         ("--training.global_batch_size -1", "training.global_batch_size", -1),
         ("--checkpoint.enable", "checkpoint.enable", True),
         ("--checkpoint.enable --training.steps 3", "checkpoint.enable", True),
         ("--checkpoint.enable --training.steps 3", "training.steps", 3),
         ("--training.steps 3 --training.steps=4", "training.steps", 4),  # the later wins
         ("--checkpoint.enable --checkpoint.enable false", "checkpoint.enable", False),
-        ("--model.qkv_bias false --training.steps 3", "model.qkv_bias", False),
-        ("--model.qkv_bias=FALSE", "model.qkv_bias", False),
+        ("--model.qk_norm false --training.steps 3", "model.qk_norm", False),
+        ("--model.qk_norm=FALSE", "model.qk_norm", False),
         ("--data.levels '[500,1000]'", "data.levels", (500, 1000)),
         ("--data.forcings []", "data.forcings", ()),
         ("--data.variables='[\"2m_temperature\"]'", "data.variables", ("2m_temperature",)),
@@ -99,7 +97,7 @@ def test_help_ends_with_0_whatever_else_is_asked(capsys: pytest.CaptureFixture[s
         with pytest.raises(SystemExit) as end:
             start(argv, "", check)
         assert end.value.code == 0
-        assert "--optimizer.lr_max  (number above 0; default inf)" in capsys.readouterr().out
+        assert "--optimizer.lr  (number above 0; default 0.001)" in capsys.readouterr().out
 
 
 ANSWERS = [("train", "--help"), *((verb, "--training.stepz=3") for verb in ("plan", "forecast", "evaluate"))]
@@ -125,7 +123,7 @@ def test_verbs_collect_garbage_again_once_all_is_imported(folder: Path) -> None:
 
 def test_the_resolved_configuration_loads_again_to_the_same(folder: Path) -> None:
     """The resolved copy repeats the run, from any place and into the same folder."""
-    args = ["--job.config_file=good.toml", "--optimizer.lr_max=inf", "--optimizer.lr=3e-7"]
+    args = ["--job.config_file=good.toml", "--optimizer.lr=3e-7"]
     args += ["--job.dump_folder", 'runs/a "b"', "--checkpoint.enable"]
     args += ["--training.variable_weights=[1,0.5,2]"]
     (folder / "resolved.toml").write_text(to_toml(load_checked(args)))

@@ -28,7 +28,7 @@ def no_earlier_compilations():
 def build(layers: int = 3, mode: str = "none", **options) -> VisionTransformer:
     model = VisionTransformer(2, 2, (4, 8), Model("vit", (1, 1), 32, layers, 2, **options))
     init_weights(model, seed=0)
-    apply_activation_checkpoint(model, ActivationCheckpoint(mode, every_n_blocks=2))  # type: ignore[arg-type]
+    apply_activation_checkpoint(model, ActivationCheckpoint(mode))  # type: ignore[arg-type]
     return model
 
 

@@ -72,7 +72,7 @@ def refusal(argv: list[str], capsys: pytest.CaptureFixture[str]) -> str:
 
 
 ENSEMBLE = "--training.loss crps --training.members 3 --model.noise_dim 4"
-LORA = "--lora.enable --checkpoint.initial_load_path elsewhere"
+LORA = "--lora.rank 4 --checkpoint.initial_load_path elsewhere"
 BEST = "--validation.enable --checkpoint.keep_best val/rmse/2m_temperature@42h"
 COMMAND_LINES = [
     # -- names and syntax
@@ -129,9 +129,9 @@ COMMAND_LINES = [
     ("--training.loss crps --training.members 4", "training.loss = 'crps': "),
     (f"{ENSEMBLE} --validation.members 1", "validation.members = 1: no ensemble"),
     ("--forecast.num_members 2", "forecast.num_members = 2: "),
-    ("--lora.enable", "lora.enable = True: adapts a trained model; name its run in checkpoint."),
+    ("--lora.rank 4", "lora.rank = 4: adapts a trained model; name its run in checkpoint."),
     (f"{LORA} --model.name unet", 'adapts the matrices of a ViT, and model.name = "unet" has none'),
-    (f"{LORA} --float8.enable", "float8.enable = True: swaps the matrices that lora.enable adapts"),
+    (f"{LORA} --float8.enable", "float8.enable = True: swaps the matrices that lora.rank adapts"),
     (f"{LORA} --parallelism.tensor_parallel_degree 2", "degree = 2: does not shard the adapters"),
     (f"{LORA} --model.dim 192 --lora.rank 192", "lora.rank = 192: must be smaller than model.dim"),
     (f"{BEST} --validation.interval 5", "did you mean"),

@@ -1,6 +1,7 @@
 """Every key of the schema, with values that its type cannot mean: one line each, from the schema itself."""
 
 import dataclasses
+import math
 import time
 from collections.abc import Iterator
 from typing import Any, Literal, get_args, get_origin
@@ -15,7 +16,7 @@ from training.config_checks import load_checked
 
 LONG = "[" + ",".join(["1"] * 20_000) + "]"
 NUMBERS = ["1" + "0" * 18, "1" + "0" * 30, "-1" + "0" * 30]
-FLOATS = ["nan", "-inf", "1e300"]
+FLOATS = ["nan", "inf", "-inf", "1e309", "1e300"]
 TEXTS = ["x" * 300, "a\0b", "a\ud800b", "a\nb", "\x1b[31m"]
 LISTS = ["[[1]]", '[["a"]]', LONG, "[", "{}", "[{a = 1}]", "1"]
 
@@ -33,7 +34,7 @@ def kinds() -> Iterator[tuple[str, Any, Range | None]]:
 def bad_values() -> Iterator[tuple[str, str]]:
     for key, kind, bounds in kinds():
         if get_origin(kind) is tuple:
-            values = LISTS
+            values = [*LISTS]
             inner = get_args(kind)[0]
             if getattr(inner, "__origin__", inner) is not str:
                 values = [*LISTS, *(f"[{number}]" for number in NUMBERS)]
@@ -44,12 +45,13 @@ def bad_values() -> Iterator[tuple[str, str]]:
         elif kind is int:
             values = [*NUMBERS, "1.5", "inf", "nan", "", "one", "0x", LONG]
         elif kind is float:
-            infinite = ["inf", "1e309"] if not (bounds and bounds.infinite) else []
-            values = [*FLOATS, *infinite, "", "one", "[1.0]"]
+            values = [*FLOATS, "", "one", "[1.0]"]
         elif get_origin(kind) is Literal:
             values = ["", "x" * 300, "a\0b", "a\nb", "[]"]
         else:
-            values = TEXTS
+            values = [*TEXTS]
+        ends = (bounds.low - 1, bounds.low, bounds.high, bounds.high + 1) if bounds else ()
+        values += [str(kind(e)) for e in ends if math.isfinite(e) and bounds and not bounds.admits(kind(e))]
         yield from ((key, value) for value in values)
 
 

@@ -137,12 +137,12 @@ def rows_in(folder: Path) -> list[dict[str, Any]]:
 @pytest.mark.slow
 def test_the_rehearsal_ends_in_the_table(tmp_path: Path) -> None:
     """Parts of one process; what they have measured lies where it was asked for."""
-    started = rehearsal(tmp_path, "loader,activations")
+    started = rehearsal(tmp_path, "loader,attention")
     printed, _ = started.communicate(timeout=120)
     assert started.returncode == 0, printed
     (loaded,) = [line for line in printed.splitlines() if line.startswith("loader (GB/s)")]
     assert "not measured" not in loaded
-    assert {row["part"] for row in rows_in(tmp_path)} == {"loader", "activations"}
+    assert {row["part"] for row in rows_in(tmp_path)} == {"loader", "attention"}
     assert all(row["torch"] == torch.__version__ for row in rows_in(tmp_path))
 
 

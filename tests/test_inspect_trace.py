@@ -75,7 +75,7 @@ def run_with_stalls(folder: Path, *options: str) -> Path:
 
     files = ["--job.config_file", str(write_config(folder)), "--job.dump_folder", str(folder / "run")]
     settings = "--training.steps 6 --checkpoint.enable false --metrics.log_freq 100"
-    traced = "--profiling.enable_profiling true --profiling.profile_freq 6 --profiling.profile_steps 3"
+    traced = "--profiling.enable_profiling true --profiling.profile_freq 6"
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("train.FieldDataset", SlowDataset)
         patch.setattr(Objective, "cut", cut_and_read)

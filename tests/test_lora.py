@@ -34,7 +34,7 @@ from training.config_checks import load_checked
 def adapted(**lora) -> WeatherModel:
     """A small model with adapters that are not zero, on the CPU."""
     model = build_model(Model(dim=32, num_layers=2, num_heads=2), 3, 2, (8, 16), True)
-    apply_lora(model, Lora(True, rank=4, alpha=6.0, **lora))  # type: ignore[arg-type]
+    apply_lora(model, Lora(rank=4, **lora))  # type: ignore[arg-type]
     model.to_empty(device="cpu")
     init_weights(model, seed=1)
     torch.manual_seed(0)
@@ -45,14 +45,14 @@ def adapted(**lora) -> WeatherModel:
 
 
 def plain_twin(model: nn.Module) -> WeatherModel:
-    """The model without adapters, its matrices W + (alpha / rank) B A written out."""
+    """The model without adapters, its matrices W + 2 B A written out."""
     twin = build_model(Model(dim=32, num_layers=2, num_heads=2), 3, 2, (8, 16), True).to_empty(device="cpu")
     stored = dict(model.named_parameters())
     for name, parameter in twin.named_parameters():
         value = stored[name].detach()
         adapter = name.replace("weight", "lora_a")
         if adapter != name and adapter in stored:
-            value = value + 6.0 / 4 * stored[name.replace("weight", "lora_b")] @ stored[adapter]
+            value = value + 2 * stored[name.replace("weight", "lora_b")] @ stored[adapter]
         parameter.data.copy_(value)
     return twin
 
@@ -67,11 +67,11 @@ def test_it_computes_what_the_merged_matrices_compute() -> None:
 
 
 def test_gradients_are_those_of_the_written_out_product() -> None:
-    """By autograd of W x + factor B (A x)."""
+    """By autograd of W x + 2 B (A x)."""
     layer = adapted().get_submodule("blocks.0.mlp.up")
     assert isinstance(layer, AdaptedLinear) and layer.bias is not None
     x = torch.randn(2, 7, 32, requires_grad=True)
-    written = F.linear(x, layer.weight, layer.bias) + 1.5 * x @ layer.lora_a.T @ layer.lora_b.T
+    written = F.linear(x, layer.weight, layer.bias) + 2 * x @ layer.lora_a.T @ layer.lora_b.T
     direction = torch.randn_like(written)
     wanted = [x, layer.lora_a, layer.lora_b]
     expected = torch.autograd.grad(written, wanted, direction)
@@ -87,7 +87,7 @@ def test_it_trains_what_is_asked_for_and_starts_as_the_base() -> None:
     assert "head.weight" in more and "blocks.1.mlp_norm.bias" in more and "patch_embedding.weight" not in more
     fresh = build_model(Model(dim=32, num_layers=2, num_heads=2), 3, 2, (8, 16), True)
     base = build_model(Model(dim=32, num_layers=2, num_heads=2), 3, 2, (8, 16), True)
-    apply_lora(fresh, Lora(True))
+    apply_lora(fresh, Lora(rank=8))
     fields = torch.randn(1, 5, 8, 16)
     for each in (fresh, base):
         init_weights(each.to_empty(device="cpu"), seed=1)
@@ -160,7 +160,7 @@ def test_a_base_is_read_alike_on_every_layout_and_so_is_what_is_saved(ranks, tmp
 
 
 def test_a_dry_run_counts_moments_of_what_trains_alone() -> None:
-    options = ["--job.config_file", "train_configs/demo.toml", "--lora.enable", "--lora.rank", "2"]
+    options = ["--job.config_file", "train_configs/demo.toml", "--lora.rank", "2"]
     options += ["--checkpoint.initial_load_path", "elsewhere", "--model.dim=192", "--optimizer.name=AdamW"]
     found = dry_run(load_checked(options), 2, global_grid((32, 64)), 7)
     adapters = 4 * 4 * 2 * 17 * 192 // 2  # bytes: layers x rank x features in and out, of every second rank
@@ -171,7 +171,7 @@ def test_a_dry_run_counts_moments_of_what_trains_alone() -> None:
 
 
 BASE = ["--training.steps", "4", "--training.ema_decay", "0.9"]
-LORA = ["--lora.enable", "--lora.rank", "2", "--training.ema_decay", "0.9"]
+LORA = ["--lora.rank", "2", "--training.ema_decay", "0.9"]
 
 
 @pytest.fixture(scope="module")

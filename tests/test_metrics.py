@@ -166,12 +166,12 @@ def steps(folder: Path, number: int, **settings: int | bool) -> None:
 
 
 def test_a_recording_has_the_spans_of_its_steps(one_rank, tmp_path):
-    """Of every 3 steps the last: 3 and 6."""
-    steps(tmp_path, 7, enable_profiling=True, profile_freq=3, profile_steps=1)
-    names = ["step-00000003-rank0.json.gz", "step-00000006-rank0.json.gz"]
+    """Of every 4 steps the last three: 2 to 4 and 6 to 8."""
+    steps(tmp_path, 8, enable_profiling=True, profile_freq=4)
+    names = ["step-00000004-rank0.json.gz", "step-00000008-rank0.json.gz"]
     assert sorted(path.name for path in (tmp_path / "traces").iterdir()) == names
     events = json.loads(gzip.open(tmp_path / "traces" / names[1]).read())["traceEvents"]
-    assert [event["name"] for event in events if event["name"] == "forward"] == ["forward"]
+    assert [event["name"] for event in events if event["name"] == "forward"] == ["forward"] * 3
 
 
 def test_a_trace_that_cannot_be_written_ends_no_run(one_rank, tmp_path, monkeypatch, caplog):
@@ -180,7 +180,7 @@ def test_a_trace_that_cannot_be_written_ends_no_run(one_rank, tmp_path, monkeypa
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr("torch.profiler.profile.export_chrome_trace", fail)
-    steps(tmp_path, 4, enable_profiling=True, profile_freq=3, profile_steps=1)
+    steps(tmp_path, 4, enable_profiling=True, profile_freq=4)
     assert "No space left" in caplog.text and not list((tmp_path / "traces").iterdir())
 
 

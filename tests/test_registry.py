@@ -62,7 +62,7 @@ def test_every_key_of_a_model_is_part_of_its_identity() -> None:
 
 
 OTHER: dict[str, Any] = {"patch_size": (2, 2), "dim": 64, "num_layers": 3, "num_heads": 4, "mlp_dim": 8}
-OTHER |= {"position": "rotary", "qkv_bias": False, "qk_norm": True, "attention_windows": ((0, 1),)}
+OTHER |= {"position": "rotary", "qk_norm": True, "attention_windows": ((0, 1),)}
 OTHER |= {"mlp": "swiglu", "width": 8, "levels": 1}
 
 

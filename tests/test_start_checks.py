@@ -72,7 +72,7 @@ def test_what_trains_here_and_is_not_planned_is_not_refused(tmp_path: Path) -> N
     """Float8 is emulated on a CPU; of adapters the planner would count all weights."""
     main(options_in(tmp_path, "--float8.enable"))
     selection = open_checked(config_in(tmp_path))
-    assert plan_here(config_in(tmp_path, "--lora.enable"), selection, 1) is None
+    assert plan_here(config_in(tmp_path, "--lora.rank=4"), selection, 1) is None
 
 
 def test_a_model_that_does_not_fit_names_what_would(tmp_path: Path) -> None:

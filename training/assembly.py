@@ -83,7 +83,7 @@ def assemble(
     # -- the whole model, on the meta device
     num_more = len(channels.inputs) - len(names)
     meta_model = build_model(config.model, len(names), num_more, fields.grid.shape, fields.grid.periodic)
-    if config.lora.enable:
+    if config.lora.rank:
         apply_lora(meta_model, config.lora)
         if for_training:
             trained, total = count_parameters(meta_model)

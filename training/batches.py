@@ -43,7 +43,7 @@ class Batches:
         """dataset: samples with as many later states as the longest rollout has steps."""
         training, degrees = config.training, model.mesh.degrees
         self.progress, self.history = state.progress, config.data.history
-        self.device, self.global_batch, self.frozen = model.device, global_batch, config.lora.enable
+        self.device, self.global_batch, self.frozen = model.device, global_batch, config.lora.rank > 0
         self.rollouts = Rollouts.of(training)
         self.micro_batches = global_batch // (training.local_batch_size * degrees.dp)
         sampler = TrainSampler(

@@ -117,13 +117,6 @@ def check(config: Config) -> None:
         reason = f"no such score ({first} h has no suffix); {nearest(named, scores[1:])}"
         require(best in scores, "checkpoint.keep_best", best, reason)
 
-    # -- traces: the step before one, which the profiler discards, has to fit between two of them
-    profiling = config.profiling
-    reason = f"a trace of {profiling.profile_steps} steps needs one more before it; set it to "
-    reason += f"{profiling.profile_steps + 1} or more"
-    has_room = profiling.profile_freq > profiling.profile_steps or not profiling.enable_profiling
-    require(has_room, "profiling.profile_freq", profiling.profile_freq, reason)
-
     # -- forecasts
     forecast, data = config.forecast, config.data
     reason = "data.boundary_width needs the data of later dates; set it to false"

@@ -31,6 +31,7 @@ PEAK_TFLOPS = {"H100 PCIe": 756.0, "H100 NVL": 835.0, "H200 NVL": 835.0, "GB200"
 PEAK_TFLOPS |= {"H100": 989.0, "H200": 989.0, "GH200": 989.0, "A100": 312.0, "V100": 125.0}
 SCORE = "val/loss"  # a key of every validation record
 COMPARED_AFTER = 20  # steps of a start, after which they are compared with the plan
+TRACED_STEPS = 3  # show how steps differ, in files that Perfetto opens
 WARMUP_STEPS = 1  # starting the profiler is slow: its first step is discarded
 SECONDS_BETWEEN_LINES = 2.0  # steps can be faster than lines can be read; metrics.jsonl has every one
 
@@ -159,7 +160,7 @@ class Metrics:
 
 
 class Profiler:
-    """Records `profile_steps` steps out of every `profile_freq`; does nothing while disabled."""
+    """Records TRACED_STEPS out of every `profile_freq` steps; does nothing while disabled."""
 
     def __init__(self, config: Config) -> None:
         settings, self.folder = config.profiling, config.dump_folder / "traces"
@@ -171,10 +172,10 @@ class Profiler:
         warnings.filterwarnings("ignore", message=".*Profiler clears events at the end of each cycle")
         # Read at the first recording: otherwise kineto writes a line on stderr at each start and end.
         os.environ.setdefault("KINETO_LOG_LEVEL", "6")
-        wait = settings.profile_freq - settings.profile_steps - WARMUP_STEPS
+        wait = settings.profile_freq - TRACED_STEPS - WARMUP_STEPS
         self.profile = profile(
             activities=[ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * torch.cuda.is_available(),
-            schedule=schedule(wait=wait, warmup=WARMUP_STEPS, active=settings.profile_steps),
+            schedule=schedule(wait=wait, warmup=WARMUP_STEPS, active=TRACED_STEPS),
             on_trace_ready=self._write,
             record_shapes=True,
         )

@@ -11,6 +11,7 @@ from config import LrScheduler, Optimizer
 from training.optimizers.layerwise import LAMB, LARS, SGD, SharedSums
 from training.optimizers.muon import Muon
 
+EPS = 1e-8  # Kingma and Ba 2014: added to the root of the second moment
 # Linear: Goyal et al. 2017. Square root: Krizhevsky 2014, and the NERSC tutorial.
 SCALINGS = {"linear": lambda ratio: ratio, "sqrt": math.sqrt}
 # Factor of the learning rate in the decay, as a function of its progress from 0 to 1.
@@ -31,12 +32,12 @@ def build_optimizer(
     skips a bad step on the device by `found_inf`, as torch's fused kernels do.
     """
     groups = parameter_groups(parameters, settings.weight_decay)
-    betas, eps, momentum = settings.betas, settings.eps, settings.momentum
+    betas, momentum = settings.betas, settings.momentum
     match settings.name:
         case "AdamW":
-            return torch.optim.AdamW(groups, lr=0.0, betas=betas, eps=eps, fused=True)
+            return torch.optim.AdamW(groups, lr=0.0, betas=betas, eps=EPS, fused=True)
         case "LAMB":
-            return LAMB(groups, betas, eps, sums)
+            return LAMB(groups, betas, EPS, sums)
         case "LARS":
             return LARS(groups, momentum, sums)
         case "SGD":
@@ -46,7 +47,7 @@ def build_optimizer(
     outside = {name: p for name, p in parameters.items() if name not in inside}
     blocks = {"params": list(inside.values()), "weight_decay": settings.weight_decay, "blocks": True}
     outside_groups = [group | {"blocks": False} for group in parameter_groups(outside, settings.weight_decay)]
-    return Muon([blocks] + outside_groups, betas, eps, momentum, product_dtype)
+    return Muon([blocks] + outside_groups, betas, EPS, momentum, product_dtype)
 
 
 def parameter_groups(parameters: dict[str, nn.Parameter], weight_decay: float) -> list[dict]:
@@ -65,11 +66,9 @@ def set_lr(optimizer: torch.optim.Optimizer, lr: float) -> None:
         group["lr"] = lr
 
 
-def peak_lr(lr: float, scaling: str, reference_batch: int, global_batch: int, ceiling: float) -> float:
-    """Return `lr` scaled from the reference batch size to the run's, at most `ceiling`. 0: not scaled."""
-    if reference_batch:
-        lr *= SCALINGS[scaling](global_batch / reference_batch)
-    return min(lr, ceiling)
+def peak_lr(lr: float, scaling: str, reference_batch: int, global_batch: int) -> float:
+    """Return `lr` scaled from the reference batch size to the run's. 0: not scaled."""
+    return lr * SCALINGS[scaling](global_batch / reference_batch) if reference_batch else lr
 
 
 def learning_rate(
@@ -80,8 +79,8 @@ def learning_rate(
     Linear warm-up that reaches the peak at step `warmup_steps`, then down to `min_lr_factor` at the last
     step, over the last `decay_ratio` of the steps (Hu et al. 2024, arXiv:2404.06395: warm-up, stable, decay).
     """
-    reference, ceiling, warmup = optimizer.lr_reference_batch_size, optimizer.lr_max, schedule.warmup_steps
-    peak = peak_lr(optimizer.lr, optimizer.lr_scaling, reference, global_batch, ceiling)
+    reference, warmup = optimizer.lr_reference_batch_size, schedule.warmup_steps
+    peak = peak_lr(optimizer.lr, optimizer.lr_scaling, reference, global_batch)
     if step < warmup:
         return peak * (step / warmup)
     begin = max(warmup, steps - round(schedule.decay_ratio * steps))
