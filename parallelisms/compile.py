@@ -38,9 +38,5 @@ def apply_compile(model: nn.Module, backend: Any = None, backward_twice: bool = 
 def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
     """Return a function of tensors of fixed shapes as one graph, which waits for results of collectives."""
     graph = torch.compile(function, backend=BACKEND, fullgraph=True, dynamic=False)
-
-    def run(*tensors: Tensor) -> Any:
-        # A graph would detach the gradient of a pending result; to clone it waits.
-        return graph(*(t.clone() if isinstance(t, AsyncCollectiveTensor) else t for t in tensors))
-
-    return run
+    # A graph would detach the gradient of a pending result; to clone it waits.
+    return lambda *given: graph(*(t.clone() if isinstance(t, AsyncCollectiveTensor) else t for t in given))
