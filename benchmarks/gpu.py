@@ -52,11 +52,10 @@ from parallelisms.activation_checkpoint import apply_activation_checkpoint
 from parallelisms.compile import apply_compile
 from parallelisms.degrees import Degrees
 from parallelisms.mesh import start_ranks
-from planning.architecture import architecture_of
 from planning.clusters import load_cluster
 from planning.memory import block_activations, memory, unit_bytes
 from planning.step_time import step_time
-from planning.workload import Workload
+from planning.workload import Workload, architecture_of
 from tests.odd_data import rewrite
 from tests.started_jobs import Job, losses
 from tests.storages import bytes_alive

@@ -7,9 +7,8 @@ micro-batch that a rank has between blocks, x width, in the precision of matrice
 import statistics
 from dataclasses import dataclass
 
-from planning.architecture import Shapes, count, cut, padded
 from planning.constants import FLOAT32
-from planning.workload import Workload
+from planning.workload import Shapes, Workload, count, cut, padded
 
 
 @dataclass(frozen=True)

@@ -1,9 +1,7 @@
 """Collectives within a sample, in closed form, and the seconds that any takes on a two-level network: an
 alpha-beta model of rings, trees and exchanges.
 
-`size` is that of the larger buffer of a call on one rank, in bytes: what an all-gather gives, what a
-reduce-scatter takes (planning/collectives.py). benchmarks/layout_parity.py compares every number with
-what a recorder counts.
+benchmarks/layout_parity.py compares every number with what the recorder of planning/dry_run.py counts.
 """
 
 import math
@@ -12,9 +10,20 @@ from dataclasses import dataclass
 
 from parallelisms.degrees import AXES, Degrees
 from planning.clusters import Cluster, Link
-from planning.collectives import Collective
 from planning.constants import FLOAT32
 from planning.workload import Workload
+
+
+@dataclass(frozen=True)
+class Collective:
+    """A kind of collective along an axis. `size`: bytes of the larger buffer of a call on one rank, which an
+    all-gather gives and a reduce-scatter takes.
+    """
+
+    kind: str
+    axis: str
+    size: int
+
 
 Calls = Counter[Collective]  # how many of each
 
@@ -122,13 +131,14 @@ def route(cluster: Cluster, degrees: Degrees, axis: str) -> Route:
 
 
 def seconds(kind: str, size: float, on: Route) -> float:
-    """Seconds of one collective of `kind` (planning/collectives.py)."""
+    """Return the seconds of one collective."""
     if on.ranks == 1:
         return 0.0
-    if kind == "all-reduce":
-        return ring_all_reduce(on.ranks, on.ring, size)
-    if kind in ("all-gather", "reduce-scatter"):
-        return ring_all_reduce(on.ranks, on.ring, size) / 2
+    if kind in ("all-reduce", "all-gather", "reduce-scatter"):
+        # 2 (n - 1) alpha + 2 (n - 1) / n S / B; the two halves are a reduce-scatter and an all-gather
+        steps = 2 * (on.ranks - 1)
+        both = steps * on.ring.latency + steps / on.ranks * size / on.ring.bandwidth
+        return both if kind == "all-reduce" else both / 2
     if kind == "all-to-all":
         # Each rank keeps 1 / n, sends some inside its node, the rest over the group's part of the network.
         outside, inside = on.ranks - on.per_node, on.per_node - 1  # ranks to send to
@@ -136,8 +146,3 @@ def seconds(kind: str, size: float, on: Route) -> float:
         sent = max(inside / on.inside.bandwidth, outside * on.per_node / on.between.bandwidth)
         return latency + sent * size / on.ranks
     return on.ring.latency + size / on.ring.bandwidth  # a send to a neighbour, a broadcast in chunks
-
-
-def ring_all_reduce(ranks: int, link: Link, size: float) -> float:
-    """2 (n - 1) alpha + 2 (n - 1) / n S / B; the two halves are a reduce-scatter and an all-gather."""
-    return 2 * (ranks - 1) * link.latency + 2 * (ranks - 1) / ranks * size / link.bandwidth

@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from statistics import NormalDist
 
 from planning import constants
-from planning.architecture import count, cut, padded
 from planning.clusters import Cluster, Device
 from planning.constants import FLOAT32
 from planning.memory import shard_parameters, stage_shapes, unit_bytes
@@ -23,7 +22,7 @@ from planning.network import (
     seconds,
     tensor_collectives,
 )
-from planning.workload import Workload
+from planning.workload import Workload, count, cut, padded
 
 Times = dict[str, float]  # class of kernel -> seconds
 

@@ -8,11 +8,9 @@ all-gather gives, what a reduce-scatter takes.
 import math
 from collections import Counter
 
-from planning.architecture import cut, padded
-from planning.collectives import Collective
 from planning.memory import stage_shapes
-from planning.network import Calls, context_collectives, rollout_collectives, tensor_collectives
-from planning.workload import Workload
+from planning.network import Calls, Collective, context_collectives, rollout_collectives, tensor_collectives
+from planning.workload import Workload, cut, padded
 
 FIRST_BUCKET = 2**20  # bytes, of DDP
 

@@ -16,10 +16,9 @@ from benchmarks.planner_published import (
 )
 from config import Model
 from parallelisms.degrees import Degrees
-from planning.architecture import architecture_of
 from planning.clusters import load_cluster
 from planning.known_runs import ANCHORED, BANDS, band_line, band_of, error_bands, kind_of
-from planning.workload import Workload
+from planning.workload import Workload, architecture_of
 from tests.test_plan import plan
 
 VIT = architecture_of(Model("vit", (16, 32), 1536, 48, 24), (1024, 2048), 17, 17)
