@@ -57,7 +57,7 @@ from errors import ConfigError, one_line_errors, refuse
 from parallelisms.degrees import resolve_degrees
 from planning.clusters import Cluster, load_cluster
 from planning.cost import cost_range, rollout_stages
-from planning.known_runs import FARTHEST, Anchor, layout_kind, newest_run, run_record
+from planning.known_runs import newest_run, run_record
 from planning.report import (
     answer,
     as_json,
@@ -77,6 +77,7 @@ if TYPE_CHECKING:
     from datasets.grid import Grid
 
 MOST_RANKS = 4096
+FARTHEST = 2.0  # between measured and planned seconds of an anchor: beyond, something else differs
 
 
 def main() -> None:
@@ -110,7 +111,7 @@ def make_plan(config: Config, cluster: Cluster, options: argparse.Namespace) -> 
     if config.lora.enable:
         reason = "adapters are not in the planner's closed forms; use --dry_run"
         refuse("lora.enable", True, f"{reason}, or set it to false for an upper limit")
-    cluster, unused = anchored(cluster, options.anchor)
+    cluster, anchor = anchored(cluster, options.anchor)
     original, training = config, config.training
     if options.layout == "auto":
         # The largest local batch, at most the configured one, that divides the samples of a rank; the search
@@ -149,13 +150,13 @@ def make_plan(config: Config, cluster: Cluster, options: argparse.Namespace) -> 
     blocks += [memory_table(made.memory), time_table(made.work, made.time, cluster)]
     if options.story:
         blocks.append(story(work, cluster, config.training.steps))
-    blocks += [cluster.anchor.line()] if cluster.anchor else [unused] if unused else []
+    blocks += [anchor] if anchor else []
     print("\n\n".join(blocks + [data_line(read_bytes, cluster)]))
     return 0 if fit else 1
 
 
 def anchored(cluster: Cluster, run: str) -> tuple[Cluster, str]:
-    """Return the cluster with a measured run as its anchor, and a line that names a run that cannot be one.
+    """Return the cluster with a measured run as its anchor, and a line about the run, which may be no anchor.
 
     run: of --anchor; "": the newest on the same device. ConfigError where --anchor names another device, or
     steps that take twice or half as long as planned; devices that ranks share (a CPU) differ as much.
@@ -165,23 +166,23 @@ def anchored(cluster: Cluster, run: str) -> tuple[Cluster, str]:
         return cluster, ""
     try:
         record = run_record(folder)
-        if record.device and record.device not in cluster.known_as:
+        if record.device not in cluster.known_as:
             raise ConfigError(f"--anchor {folder}: was trained on {record.device!r}, no {cluster.name}")
         # The ratio of measured to planned carries over to other layouts, unless it is so large that one is
         # wrong.
         work = job(load_config(["--job.config_file", str(folder / "config.toml")]), record.ranks)
         planned = step_time(work, cluster.with_devices(record.ranks)).total
-        anchor = Anchor(str(folder), layout_kind(work), record.seconds, planned)
-        factor = anchor.measured / planned
+        factor = record.seconds / planned
+        times = f"{record.seconds:,.3f} s a step measured, {planned:,.3f} planned"
         if not cluster.shared and not 1 / FARTHEST < factor < FARTHEST:
-            times = f"{record.seconds:,.3f} s a step measured, {planned:,.3f} planned"
             reason = "look for the difference in its trace, or name another run, or none"
             raise ConfigError(f"--anchor {folder}: {times}: {reason}")
     except ConfigError as error:
         if run:
             raise
         return cluster, f"no anchor; {str(error).removeprefix('--anchor ')}"
-    return dataclasses.replace(cluster, anchor=anchor), ""
+    line = f"anchor {folder}: {times}; {work.kind} layouts x {factor:.3f}"
+    return dataclasses.replace(cluster, anchor=work.kind, anchor_factor=factor), line
 
 
 def job(config: Config, world: int) -> Workload:

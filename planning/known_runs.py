@@ -5,49 +5,22 @@ writes them; planning/report.py prints them next to every predicted time. A kind
 runs.
 """
 
-import json
 import statistics
 import tomllib
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 from config import in_project
 from errors import ConfigError
+from jobs.durable_files import read_records
 from planning.clusters import Cluster
 from planning.workload import Workload
 
 RUNS = Path(in_project("outputs"))
-FARTHEST = 2.0  # between measured and planned seconds of an anchor: beyond, something else differs
 BANDS = Path(__file__).with_name("error_bands.toml")
 ANCHORED = "anchored, "  # before a kind of layout: planned with a measured run of the same kind and machine
-
-
-def layout_kind(work: Workload) -> str:
-    """Return the kind of a layout, named by the technique with the least accurate plans."""
-    degrees = work.degrees
-    axes = {"pipeline": degrees.pp, "context parallel": degrees.cp, "tensor parallel": degrees.tp}
-    return next((kind for kind, ranks in axes.items() if ranks > 1), "data parallel")
-
-
-@dataclass(frozen=True)
-class Anchor:
-    """Seconds of a step as measured and as planned, of a layout of one kind."""
-
-    name: str
-    kind: str
-    measured: float
-    planned: float
-
-    def factor(self, work: Workload) -> float:
-        """Return the factor of planned seconds: 1 for layouts of another kind."""
-        return self.measured / self.planned if layout_kind(work) == self.kind else 1.0
-
-    def line(self) -> str:
-        times = f"{self.measured:,.3f} s a step measured, {self.planned:,.3f} planned"
-        return f"anchor {self.name}: {times}; {self.kind} layouts x {self.measured / self.planned:.3f}"
 
 
 @dataclass(frozen=True)
@@ -56,34 +29,26 @@ class RunRecord:
 
     ranks: int
     seconds: float  # of a step, the median of the second half of its logged steps: the others warm up
-    device: str  # torch's name, or "cpu"; "": not known
+    device: str  # torch's name, or "cpu"
 
 
 def run_record(folder: Path) -> RunRecord:
-    """Read status.json, metrics.jsonl and starts.jsonl of a run. Raises ConfigError."""
-
-    def lines(name: str) -> list[dict[str, Any]]:
-        text = (folder / name).read_text(encoding="utf-8")
-        return [json.loads(line) for line in text.splitlines() if line.endswith("}")]
-
-    try:
-        ranks = json.loads((folder / "status.json").read_text(encoding="utf-8"))["ranks"]
-        seconds = [record["step_seconds"] for record in lines("metrics.jsonl") if record.get("step_seconds")]
-        starts = lines("starts.jsonl") if (folder / "starts.jsonl").exists() else []
-        if not (isinstance(ranks, int) and all(isinstance(value, int | float) for value in seconds)):
-            raise TypeError("numbers are text")
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        reason = f"not the folder of a run with status.json and metrics.jsonl ({error!r})"
-        raise ConfigError(f"--anchor {folder}: {reason}") from None
-    if not seconds:
+    """Read starts.jsonl and metrics.jsonl of a run. Raises ConfigError."""
+    starts, metrics = (read_records(folder / name) for name in ("starts.jsonl", "metrics.jsonl"))
+    last = starts[-1] if starts else {}
+    ranks, device = last.get("ranks"), last.get("device")
+    if not (isinstance(ranks, int) and isinstance(device, str)):
+        reason = "not the folder of a run: its starts.jsonl has no line with ranks and device"
+        raise ConfigError(f"--anchor {folder}: {reason}")
+    seconds = [record["step_seconds"] for record in metrics if record.get("step_seconds")]
+    if not seconds or not all(isinstance(value, int | float) for value in seconds):
         raise ConfigError(f"--anchor {folder}: its metrics.jsonl has no step_seconds; train more steps")
-    device = str(starts[-1].get("device", "")) if starts else ""
     return RunRecord(ranks, statistics.median(seconds[len(seconds) // 2 :]), device)
 
 
 def newest_run(cluster: Cluster) -> Path | None:
     """Return the folder in outputs/ of the run that was trained last on the devices of this machine."""
-    files = sorted(RUNS.glob("*/status.json"), key=lambda file: file.stat().st_mtime, reverse=True)
+    files = sorted(RUNS.glob("*/metrics.jsonl"), key=lambda file: file.stat().st_mtime, reverse=True)
     for file in files:
         with suppress(ConfigError):
             if run_record(file.parent).device in cluster.known_as:
@@ -107,8 +72,7 @@ class Band:
 
 def kind_of(work: Workload, cluster: Cluster) -> str:
     """Return the kind of known runs for a plan: PyTorch's with its kind of layout, anchored or not."""
-    kind = layout_kind(work)
-    return ANCHORED + kind if cluster.anchor and cluster.anchor.kind == kind else kind
+    return ANCHORED + work.kind if cluster.anchor == work.kind else work.kind
 
 
 @cache

@@ -202,7 +202,7 @@ def step_time(work: Workload, cluster: Cluster) -> StepTime:
         launching = constants.LAUNCH * layers * (operators[0] * passes[0] + operators[1] * passes[1])
         waiting["launches"] = max(launching - sum(computing.values()), 0.0)
 
-    factor = cluster.anchor.factor(work) if cluster.anchor else 1.0
+    factor = cluster.anchor_factor if cluster.anchor == work.kind else 1.0
     scaled = [{k: factor * v for k, v in times.items()} for times in (computing, sent, waiting)]
     return StepTime(scaled[0], scaled[1], scaled[2], work.global_batch, factor * hidden)
 

@@ -158,6 +158,13 @@ class Workload:
     copies_ahead: int = 0  # batches of the loader on their way to the device, or there already
 
     @property
+    def kind(self) -> str:
+        """The kind of the layout, named by its technique with the least accurate plans."""
+        axes = {"pipeline": self.degrees.pp, "context parallel": self.degrees.cp}
+        axes["tensor parallel"] = self.degrees.tp
+        return next((kind for kind, ranks in axes.items() if ranks > 1), "data parallel")
+
+    @property
     def itemsize(self) -> int:
         return ITEMSIZE[self.dtype]
 

@@ -123,8 +123,7 @@ def write_run(folder: Path, seconds: list[float], device: str = "NVIDIA A100-SXM
     vit1b = Path(__file__).parent.parent / "train_configs" / "vit1b.toml"
     folder.mkdir(exist_ok=True)
     (folder / "config.toml").write_text(f'extends = "{vit1b}"\n')
-    (folder / "status.json").write_text('{"ranks": 64}\n')
-    (folder / "starts.jsonl").write_text(json.dumps({"step": 0, "device": device}) + "\n")
+    (folder / "starts.jsonl").write_text(json.dumps({"step": 0, "ranks": 64, "device": device}) + "\n")
     lines = [json.dumps({"step": n, "step_seconds": each}) for n, each in enumerate(seconds)]
     (folder / "metrics.jsonl").write_text("\n".join([*lines, '{"step": 5, "val/loss": 1}']) + "\n")
 
@@ -139,8 +138,8 @@ def test_the_newest_run_on_the_same_device_is_the_anchor(tmp_path, monkeypatch):
         [("good", 40.0, "NVIDIA A100-SXM4-80GB"), ("other", 39.0, "NVIDIA H200"), ("damaged", 1.0, "")]
     ):
         write_run(tmp_path / name, [seconds], device)
-        os.utime(tmp_path / name / "status.json", (number, number))
-    (tmp_path / "damaged" / "status.json").write_text('{"ranks": "many"}\n')
+        os.utime(tmp_path / name / "metrics.jsonl", (number, number))
+    (tmp_path / "damaged" / "starts.jsonl").write_text('{"step": 0, "ranks": "many", "device": "cpu"}\n')
     assert f"anchor {tmp_path / 'good'}: 40.000 s a step measured" in run_plan(*options, "").stdout
     assert "anchor" not in run_plan(*options, "none").stdout
     other = run_plan(*options, str(tmp_path / "other"))
@@ -172,8 +171,8 @@ def test_an_anchor_scales_layouts_of_its_kind(tmp_path):
     assert low < 50.0 < high < 1.4 * low
     assert sum(after["classes"].values()) == pytest.approx(50.0)
     assert figures(*tensor)["step_seconds"] == figures(*tensor, "--anchor", str(tmp_path))["step_seconds"]
-    (tmp_path / "status.json").unlink()
-    assert "status.json" in plan("--cluster", "a100x64", "--anchor", str(tmp_path), code=2)
+    (tmp_path / "starts.jsonl").unlink()
+    assert "starts.jsonl" in plan("--cluster", "a100x64", "--anchor", str(tmp_path), code=2)
 
 
 @pytest.mark.parametrize(
