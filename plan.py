@@ -56,18 +56,9 @@ from datasets.options import COPIES_AHEAD
 from errors import ConfigError, one_line_errors, refuse
 from parallelisms.degrees import resolve_degrees
 from planning.clusters import Cluster, load_cluster
-from planning.cost import cost_range, rollout_stages
+from planning.cost import cost_range
 from planning.known_runs import newest_run, run_record
-from planning.report import (
-    answer,
-    as_json,
-    data_line,
-    layouts_table,
-    memory_table,
-    read_rate,
-    story,
-    time_table,
-)
+from planning.report import answer, as_json, data_line, layouts_table, story, tables
 from planning.search import best_layouts, check_device, divisors, fits, layout_options, plan
 from planning.step_time import step_time
 from planning.workload import Workload, workload_of
@@ -136,10 +127,8 @@ def make_plan(config: Config, cluster: Cluster, options: argparse.Namespace) -> 
     made = plans[0] if plans else plan(work, cluster)
     cost = cost_range(config, made, cluster)
     fit = fits(made, cluster)
-    stages = rollout_stages(config, made, cluster)
-    read_bytes = max(read_rate(work, time.samples_per_second) for _, work, time in stages)
     if options.json:
-        print(json.dumps(as_json(made, cluster, cost, read_bytes), indent=1))
+        print(json.dumps(as_json(made, cluster, cost, training.steps), indent=1))
         return 0 if fit else 1
     blocks = [answer(made, cluster, cost, original, bool(plans))]
     if plans:
@@ -147,11 +136,11 @@ def make_plan(config: Config, cluster: Cluster, options: argparse.Namespace) -> 
         blocks.append(f"{layouts_table(plans, cluster)}\nto train so: {best}")
     elif options.layout == "auto":
         blocks.insert(0, "no layout fits; as configured:")
-    blocks += [memory_table(made.memory), time_table(made.work, made.time, cluster)]
+    blocks.append(tables(made, cluster))
     if options.story:
         blocks.append(story(work, cluster, config.training.steps))
     blocks += [anchor] if anchor else []
-    print("\n\n".join(blocks + [data_line(read_bytes, cluster)]))
+    print("\n\n".join(blocks + [data_line(cost.read_bytes, cluster)]))
     return 0 if fit else 1
 
 

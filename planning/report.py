@@ -1,5 +1,6 @@
 """Text and JSON of plan.py: the answer on one screen, then its terms, then the rest."""
 
+import json
 import math
 from typing import Any
 
@@ -7,10 +8,10 @@ from command_line import text_table
 from config import Config
 from parallelisms.degrees import Degrees
 from planning.clusters import Cluster
-from planning.constants import FLOAT32, GIB
+from planning.constants import GIB
 from planning.cost import CostRange
 from planning.known_runs import band_line, band_of, kind_of
-from planning.memory import Memory, memory
+from planning.memory import memory
 from planning.search import (
     SIMPLICITY,
     Plan,
@@ -21,7 +22,7 @@ from planning.search import (
     layout_options,
     speedups,
 )
-from planning.step_time import StepTime, step_time
+from planning.step_time import step_time
 from planning.workload import Workload
 
 # Stored bytes over decoded ones: float32, blosc lz4 5 with byte shuffle, WeatherBench2's codec. Measured on
@@ -47,7 +48,7 @@ def answer(made: Plan, cluster: Cluster, cost: CostRange, config: Config, search
     saved = "none (checkpoint.enable)"
     if config.checkpoint.enable:
         saved = f"every {every} steps = {every * time.total / 60:,.1f} min"
-    if math.isfinite(best := cost.best_interval):
+    if math.isfinite(best := saves.best_interval):
         saved += f"; least cost: every {max(round(best / time.total), 1)} = {best / 60:,.1f} min (Young 1974)"
     # -- a line for each question, in the order in which they are asked
     lines = {
@@ -56,8 +57,8 @@ def answer(made: Plan, cluster: Cluster, cost: CostRange, config: Config, search
         f"{cluster.name}: {cluster.devices} x {cluster.device.name} in {nodes}{rolled}",
         "layout": f"{layout(work)}; global batch {work.global_batch} = {work.local_batch} x "
         f"{work.degrees.dp} ranks x {work.accumulation}; {work.dtype}, checkpointing {work.ac_mode}",
-        "time": f"{cost.between('on demand', 'hours', length, 2)} {unit} for {cost.steps:,} steps; "
-        f"{time.total:,.3f} s a step{within}",
+        "time": f"{cost.between('on demand', 'hours', length, 2)} {unit} "
+        f"for {config.training.steps:,} steps; {time.total:,.3f} s a step{within}",
         "dollars": f"{'; '.join(dollars)} "
         f"({cost.between('on demand', 'hours', 1 / cluster.devices)} device-hours "
         f"at {cluster.on_demand:.2f}, spot {cluster.spot:.2f})",
@@ -112,26 +113,24 @@ def layout(work: Workload) -> str:
 # -- tables
 
 
-def memory_table(needed: Memory) -> str:
-    """Return the components at the peak, the largest first."""
-    least = 0.005 * GIB if needed.peak >= GIB else 0.0
-    rows: list[tuple[object, ...]] = [("memory of a rank", "GiB", f"   at the peak: {needed.peak_moment}")]
-    for name, size in sorted(needed.components.items(), key=lambda item: -item[1]):
+def tables(made: Plan, cluster: Cluster) -> str:
+    """Return the components of memory at the peak, and the classes of a step, the largest first."""
+    need, time = made.memory, made.time
+    least = 0.005 * GIB if need.peak >= GIB else 0.0
+    rows: list[tuple[object, ...]] = [("memory of a rank", "GiB", f"   at the peak: {need.peak_moment}")]
+    for name, size in sorted(need.components.items(), key=lambda item: -item[1]):
         if size > least:
             rows.append((f"  {name}", size / GIB))
-    rows.append(("  peak", needed.peak / GIB))
-    return text_table("<36 >10.2f <0", rows)
-
-
-def time_table(work: Workload, time: StepTime, cluster: Cluster) -> str:
-    """Return classes, which add up to the step, and the error band in words."""
+    of_memory = text_table("<36 >10.2f <0", [*rows, ("  peak", need.peak / GIB)])
+    # -- the step: classes add up to the total; communication that nothing hides is among them
     classes = sorted(time.classes.items(), key=lambda item: -item[1])
-    rows = [(f"  {name}", value, value / time.total) for name, value in classes]
-    table = text_table("<36 >10.3f >9.1%", [("a step", "s", "fraction"), *rows, ("  total", time.total)])
+    rows = [("a step", "s", "fraction")]
+    rows += [(f"  {name}", value, value / time.total) for name, value in classes]
+    of_step = text_table("<36 >10.3f >9.1%", [*rows, ("  total", time.total)])
     sent, computed = time.exposed + time.hidden, sum(time.computing.values())
     ratio = f"{sent / computed:.1%} of the computation" if computed else ""
     communication = f"communication: {time.exposed:.3f} s exposed, {time.hidden:.3f} hidden, {ratio}"
-    return f"{table}\n  {communication}\n  {band_line(work, cluster)}"
+    return f"{of_memory}\n\n{of_step}\n  {communication}\n  {band_line(made.work, cluster)}"
 
 
 def data_line(read_bytes: float, cluster: Cluster) -> str:
@@ -140,12 +139,6 @@ def data_line(read_bytes: float, cluster: Cluster) -> str:
     text = f"data to be read: {stored / 1e9:,.2f} GB/s a node in float32, half in float16, "
     text += f"of {cluster.storage / 1e9:,.2f}"
     return text + (": TOO SLOW, steps wait for their data" if stored > cluster.storage else "")
-
-
-def read_rate(work: Workload, samples_per_second: float) -> float:
-    """Return the decoded bytes a second in float32; each rank that shares a sample reads all of it."""
-    ranks = work.degrees.world / work.degrees.dp
-    return FLOAT32 * work.field_values * work.states_read * samples_per_second * ranks
 
 
 def layouts_table(plans: list[Plan], cluster: Cluster) -> str:
@@ -209,10 +202,10 @@ def story(work: Workload, cluster: Cluster, steps: int) -> str:
     return "\n\n".join(tables)
 
 
-def as_json(plan: Plan, cluster: Cluster, cost: CostRange, read_bytes: float) -> dict[str, Any]:
-    """Everything in base units: bytes, seconds, dollars. read_bytes: a second."""
+def as_json(plan: Plan, cluster: Cluster, cost: CostRange, steps: int) -> dict[str, Any]:
+    """Everything in base units: bytes, seconds, dollars; null for infinity. steps: of the run."""
     work, time, band = plan.work, plan.time, band_of(plan.work, cluster)
-    return {
+    values = {
         "degrees": vars(work.degrees),
         "local_batch_size": work.local_batch,
         "global_batch_size": work.global_batch,
@@ -229,8 +222,12 @@ def as_json(plan: Plan, cluster: Cluster, cost: CostRange, read_bytes: float) ->
         "classes": time.classes,
         "hidden_seconds": time.hidden,
         "samples_per_second": time.samples_per_second,
-        "read_bytes_per_second": read_bytes,
+        "read_bytes_per_second": cost.read_bytes,
         "storage_bytes_per_second": cluster.nodes * cluster.storage,
         "mfu": time.mfu(work, cluster.device.peak["bf16"]),
-        **cost.as_json(),
+        "steps": steps,
+        "cost": {"fleets": cost.planned},
+        "cost_band": [{"fleets": costs} for costs in cost.ends] or None,
+        "saves": vars(cost.saves),
     }
+    return json.loads(json.dumps(values), parse_constant=lambda infinity: None)

@@ -13,7 +13,7 @@ from command_line import load_config
 from plan import job
 from planning import known_runs
 from planning.clusters import load_cluster
-from planning.cost import Saves
+from planning.cost import best_interval
 from planning.known_runs import run_record
 from planning.search import best_layouts, changes_that_fit, layout_options, speedups
 from planning.search import plan as plan_of
@@ -158,7 +158,7 @@ def test_the_interval_of_saves_that_costs_least_is_youngs():
     assert saves["waits"] == pytest.approx(saves["size"] / 64 / cluster.host_link)
     expected = math.sqrt(2 * saves["waits"] * 3600 / (8 * cluster.failures))
     assert saves["best_interval"] == pytest.approx(expected)
-    assert Saves(1, 1e-6, 50.0).best_interval(1e-6) == 50.0 and Saves(1, 1, 1).best_interval(0) == math.inf
+    assert best_interval(1e-6, 50.0, rate=1e-6) == 50.0 and best_interval(1, 1, rate=0) == math.inf
 
 
 def test_an_anchor_scales_layouts_of_its_kind(tmp_path):
