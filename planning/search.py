@@ -1,10 +1,10 @@
 """Search over layouts of a job on a cluster: the fastest that fit, and changes with which a job fits."""
 
-import dataclasses
 import json
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import product
+from operator import attrgetter
 from typing import Any
 
 from config import Config
@@ -14,7 +14,7 @@ from planning.clusters import Cluster
 from planning.constants import ALLOCATOR_SLACK, GIB
 from planning.memory import Memory, memory
 from planning.step_time import StepTime, step_time
-from planning.workload import Workload
+from planning.workload import SETTINGS, Workload
 
 DEGREES = (1, 2, 4, 8, 16)  # of pipelines and of context parallelism
 MAX_MICRO_BATCH = 64
@@ -87,15 +87,15 @@ def best_layouts(work: Workload, cluster: Cluster, number: int = 10) -> list[Pla
 
 def candidates(work: Workload, cluster: Cluster) -> Iterator[Workload]:
     """Every layout x mode of activation checkpointing x micro-batch that train.py would accept, compiled."""
-    modes = {"none": 1, "selective": 1, "full": 1, work.ac_mode: work.every_n}
+    modes = dict.fromkeys(["none", "selective", "full", work.ac_mode])
     work = work.replace(compiled=True, offload=False, zero1=False)
     for degrees in layouts(work, cluster):
         samples = work.global_batch // degrees.dp  # of a rank, in a step
         batches = [n for n in divisors(samples) if n <= MAX_MICRO_BATCH]
         if degrees.pp > 1:  # fewer than twice as many as stages leave the pipeline idle for a third
             batches = [n for n in batches if samples // n >= degrees.pp][:3]
-        for (mode, every_n), batch in product(modes.items(), batches):
-            changed = work.replace(degrees=degrees, ac_mode=mode, every_n=every_n)
+        for mode, batch in product(modes, batches):
+            changed = work.replace(degrees=degrees, ac_mode=mode)
             if degrees.pp > 1:
                 yield changed.replace(local_batch=samples, pipeline_micro_batch=batch, schedule="1F1B")
                 continue
@@ -175,25 +175,14 @@ def layout_options(work: Workload, config: Config, devices: int) -> str:
         "parallelism.tensor_parallel_degree": d.tp,
         "parallelism.context_parallel_degree": d.cp,
         "parallelism.pipeline_parallel_degree": d.pp,
-        "parallelism.fsdp_reshard_after_forward": work.reshard,
-        "parallelism.cpu_offload": work.offload,
-        "training.local_batch_size": work.local_batch,
-        "training.mixed_precision_param": work.dtype,
-        "float8.enable": work.float8,
-        "activation_checkpoint.mode": work.ac_mode,
-        "compile.enable": work.compiled,
     }
-    if d.pp > 1:
-        wanted["parallelism.pipeline_parallel_schedule"] = work.schedule
-        wanted["parallelism.pipeline_parallel_microbatch_size"] = work.micro_batch
+    wanted |= {key: getattr(work, name) for name, key in SETTINGS.items()}
     if config.training.global_batch_size != -1 or work.accumulation > 1:
         wanted["training.global_batch_size"] = work.global_batch
     # -- only what differs from the configuration, so that the command can be read
-    sections = dataclasses.asdict(config).items()
-    configured = {f"{section}.{key}": value for section, keys in sections for key, value in keys.items()}
     words = [f"{d.world} devices"] * (d.world != devices)
     for key, value in wanted.items():
-        if value != configured[key]:
+        if value != attrgetter(key)(config):
             words.append(f"--{key} {json.dumps(value) if isinstance(value, bool) else value}")
     return " ".join(words) or "as configured"
 

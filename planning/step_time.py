@@ -63,41 +63,60 @@ class StepTime:
 
 def step_time(work: Workload, cluster: Cluster) -> StepTime:
     """Return the seconds of a step on the slowest rank, scaled by the cluster's anchor if there is one."""
-    device, layers = cluster.device, work.rank_layers
+    device, layers, rows = cluster.device, work.rank_layers, rank_rows(work)
     axes = ("fsdp", "dp_replicate", "cp", "tp", "pp")
     routes = {axis: route(cluster, work.degrees, axis) for axis in axes}
     passes = (work.passes + work.forecasts, work.passes)  # of a step, forward and backward
+    computing: Times = defaultdict(float)
+    communicating: Times = defaultdict(float)
+    in_block, inside = [], 0.0  # of a micro-batch: one block forward and backward; all that communicates
 
-    # -- what computes: blocks, ends and fields of all passes, and the update
-    computing, in_block = (
-        defaultdict(float),
-        [],
-    )  # in_block: of one block and micro-batch, forward and backward
-    for is_backward, number in enumerate(passes):
-        times = linear_seconds(work, device, bool(is_backward))
-        times["attention"] = attention_seconds(work, device, bool(is_backward))
-        times["elementwise"] = elementwise_seconds(work, device, bool(is_backward))
-        if is_backward and work.ac_mode != "none":
+    for backward, number in zip((False, True), passes, strict=True):
+        # -- what computes in a block
+        times = linear_seconds(work, device, backward)
+        times["attention"] = attending = attention_seconds(work, device, backward)
+        times["elementwise"] = elementwise_seconds(work, device, backward)
+        if backward and work.ac_mode != "none":
             again = elementwise_seconds(work, device, backward=False)
             if work.ac_mode != "selective":
                 again += sum(linear_seconds(work, device, False).values())
                 again += attention_seconds(work, device, False)
                 if not work.compiled:  # recomputation stops before the last product of a segment
                     outputs, inputs = cut(work.model.block, work.degrees.tp)["mlp.down.weight"]
-                    last = device.linear_seconds(rank_rows(work), inputs, outputs, work.dtype, False)
-                    again -= last / work.segment
+                    again -= device.linear_seconds(rows, inputs, outputs, work.dtype, False) / work.segment
             times["recomputed"] = again
         in_block.append(sum(times.values()))
         for name, value in times.items():
             computing[name] += number * layers * value
-    rows, shapes = rank_rows(work), cut(work.model.first | work.model.last, work.degrees.tp)
-    outputs, inputs = shapes["head.weight"]
-    embedding = shapes.get("patch_embedding.weight")
-    for is_backward, number in enumerate(passes):  # the ends are never in float8
-        seconds_of_ends = device.linear_seconds(rows, inputs, outputs, work.dtype, bool(is_backward))
-        if embedding:  # no gradient goes into the patches
-            seconds_of_ends += device.linear_seconds(rows, embedding[1], embedding[0], work.dtype, False)
-        computing["matmul"] += number * seconds_of_ends
+
+        # -- what communicates within a sample: collectives of tp and cp, and the sends of a pipeline
+        of_axes = {}
+        for axis, collectives in (("tp", tensor_collectives), ("cp", context_collectives)):
+            calls = collectives(work)[backward]
+            transfer = sum(n * seconds(call.kind, call.size, routes[axis]) for call, n in calls.items())
+            of_axes[axis] = transfer * layers / work.model.layers
+        if work.method == "ring":  # which attention hides
+            hidden = layers * attending * (1 - 1 / work.degrees.cp)
+            of_axes["cp"] = max(of_axes["cp"] - hidden, 0.0)
+        # A stage sends its tokens on, and their gradients back, and waits for those of its neighbours.
+        of_axes["pp"] = work.stages_of_rank * seconds("send", unit_bytes(work), routes["pp"])
+        if work.stages_of_rank > 1:  # of one stage while the next computes
+            of_axes["pp"] = max(of_axes["pp"] - layers * in_block[backward], 0.0)
+        for axis, transfer in of_axes.items():
+            communicating[axis] += number * transfer
+            inside += transfer
+    for axis, calls in zip(("tp", "cp"), rollout_collectives(work), strict=True):
+        transfer = sum(n * seconds(call.kind, call.size, routes[call.axis]) for call, n in calls.items())
+        communicating[axis] += work.forecasts * transfer * (work.degrees.pp == 1)
+
+    # -- what computes outside blocks: the ends of the model, which are never in float8, fields, the update
+    shapes = cut(work.model.first | work.model.last, work.degrees.tp)
+    head, embedding = (
+        device.linear_seconds(rows, inputs, outputs, work.dtype, backward=False)
+        for outputs, inputs in (shapes["head.weight"], shapes.get("patch_embedding.weight", (0, 0)))
+    )
+    computing["matmul"] += passes[0] * (head + embedding)
+    computing["matmul"] += passes[1] * (2 * head + embedding)  # no gradient goes into the patches
     # Fields of a micro-batch are normalised, cut, weighted, and their errors summed, in float32.
     newest, older = constants.FIELD_PASSES[work.compiled]
     pairs = constants.PAIR_PASSES * work.members * (work.members > 1 and not work.compiled)
@@ -115,35 +134,13 @@ def step_time(work: Workload, cluster: Cluster) -> StepTime:
         kernels = device.elementwise_seconds(update_bytes(work) / owners)
         of_all = (constants.CLIP_BYTES + constants.AVERAGE_BYTES * work.ema) * shard_parameters(work)
         products = 0.0
-        for m, n in map(sorted, work.model.matrices if work.optimizer == "Muon" else ()):
-            for inputs, outputs in ((n, m), (m, m), (m, n)):
-                products += device.linear_seconds(m, inputs, outputs, work.dtype, False)
+        for shape in work.model.block.values() if work.optimizer == "Muon" else ():
+            if len(shape) == 2:
+                m, n = sorted(shape)
+                for inputs, outputs in ((n, m), (m, m), (m, n)):
+                    products += device.linear_seconds(m, inputs, outputs, work.dtype, False)
         products *= constants.ITERATIONS * work.rank_layers / owners
         computing["update"] = kernels + device.elementwise_seconds(of_all) + products
-
-    # -- what communicates within a sample: collectives of tp and cp, and the sends of a pipeline
-    communicating: Times = defaultdict(float)
-    inside = 0.0  # of a micro-batch, forward and backward
-    for is_backward, number in enumerate(passes):
-        of_axes = {}
-        for axis, collectives in (("tp", tensor_collectives), ("cp", context_collectives)):
-            calls = collectives(work)[is_backward]
-            transfer = sum(n * seconds(call.kind, call.size, routes[axis]) for call, n in calls.items())
-            of_axes[axis] = transfer * layers / work.model.layers
-        if work.method == "ring":  # which attention hides
-            attending = layers * attention_seconds(work, device, bool(is_backward))
-            of_axes["cp"] = max(of_axes["cp"] - attending * (1 - 1 / work.degrees.cp), 0.0)
-        # A stage sends its tokens on, and their gradients back, and waits for those of its neighbours.
-        of_axes["pp"] = work.stages_of_rank * seconds("send", unit_bytes(work), routes["pp"])
-        if work.stages_of_rank > 1:  # of one stage while the next computes
-            of_axes["pp"] = max(of_axes["pp"] - layers * in_block[is_backward], 0.0)
-        for axis, transfer in of_axes.items():
-            communicating[axis] += number * transfer
-            inside += transfer
-    if work.degrees.pp == 1:
-        for axis, calls in zip(("tp", "cp"), rollout_collectives(work), strict=True):
-            transfer = sum(n * seconds(call.kind, call.size, routes[call.axis]) for call, n in calls.items())
-            communicating[axis] += work.forecasts * transfer
 
     # -- data parallelism, of which a part is hidden; what is hidden slows what computes. FSDP reduces and
     # scatters gradients in every pass, and all-reduces them over replicas (HSDP) in the last. Those of a
@@ -165,14 +162,15 @@ def step_time(work: Workload, cluster: Cluster) -> StepTime:
         gather = seconds("all-gather", work.itemsize * block, routes["fsdp"])
         scatter = seconds("reduce-scatter", work.reduce_itemsize * block, routes["fsdp"])
         all_reduce = seconds("all-reduce", work.reduce_itemsize * shard, replicas)
-        forwards = work.passes + work.forecasts * work.gathers_again
+        gathers_again = not work.stays_gathered and work.reshard != "never"  # in the backward pass
+        forwards = work.passes + work.forecasts * gathers_again
         forwards = work.reductions if work.stays_gathered else forwards
-        gathers = forwards + work.passes * work.gathers_again
+        gathers = forwards + work.passes * gathers_again
         total = layers * (gathers * gather + work.reductions * scatter + all_reduce)
         copy = FLOAT32 * shard / cluster.host_link * work.offload
         gather += copy
         scatter += copy
-        again = gather * work.gathers_again  # in the backward pass, on the same network as reductions
+        again = gather * gathers_again  # on the same network as reductions
         exposed = forwards * (gather + (layers - 1) * max(gather - forward, 0.0))  # nothing hides the first
         if work.reduces_last:
             exposed += work.passes * layers * max(again - backward, 0.0)
@@ -287,6 +285,6 @@ def update_bytes(work: Workload) -> float:
     """Read and written by a rank's optimiser; one that was not measured counts as AdamW."""
     number, inside = shard_parameters(work), 0.0
     if work.optimizer == "Muon":
-        inside = number * work.model.layers * work.model.matrix_parameters / work.model.parameters
+        inside = number * work.model.matrix_parameters / work.model.parameters
     measured = constants.UPDATE_BYTES.get(work.optimizer, constants.UPDATE_BYTES["AdamW"])
     return measured * (number - inside) + constants.MUON_BYTES * inside

@@ -8,13 +8,13 @@ import dataclasses
 import math
 import statistics
 from dataclasses import dataclass, field
+from operator import attrgetter
 
 from config import Config, Model
 from datasets.channels import Channels
 from errors import ConfigError
 from models.registry import MODELS, build_model, registered
 from parallelisms.degrees import Degrees, num_stages, resolve_degrees
-from training.due import Rollouts
 
 ITEMSIZE = {"float32": 4, "bfloat16": 2, "float16": 2}
 Shapes = dict[str, tuple[int, ...]]
@@ -60,13 +60,9 @@ class Architecture:
         return self.block["attention.qkv.weight"][0]
 
     @property
-    def matrices(self) -> list[tuple[int, ...]]:
-        """Shapes of the matrices of one block."""
-        return [shape for shape in self.block.values() if len(shape) == 2]
-
-    @property
     def matrix_parameters(self) -> int:
-        return sum(map(math.prod, self.matrices))
+        """Parameters in the matrices of all blocks."""
+        return self.layers * sum(math.prod(shape) for shape in self.block.values() if len(shape) == 2)
 
     @property
     def parameters(self) -> int:
@@ -125,6 +121,25 @@ def architecture_of(
 
 # -- layout and precisions
 
+# Fields of a workload that have the value of a key, in the order in which options are printed.
+SETTINGS = {
+    "reshard": "parallelism.fsdp_reshard_after_forward",
+    "offload": "parallelism.cpu_offload",
+    "local_batch": "training.local_batch_size",
+    "dtype": "training.mixed_precision_param",
+    "float8": "float8.enable",
+    "ac_mode": "activation_checkpoint.mode",
+    "every_n": "activation_checkpoint.every_n_blocks",
+    "compiled": "compile.enable",
+    "schedule": "parallelism.pipeline_parallel_schedule",
+    "pipeline_micro_batch": "parallelism.pipeline_parallel_microbatch_size",
+    "method": "parallelism.context_parallel_method",
+    "attention": "model.attention_backend",
+    "optimizer": "optimizer.name",
+    "history": "data.history",
+    "members": "training.members",
+}
+
 
 @dataclass(frozen=True)
 class Workload:
@@ -175,7 +190,7 @@ class Workload:
         """
         momentum, both, model = 4.0, 8.0, self.model
         if self.optimizer == "Muon":
-            return both - (both - momentum) * model.layers * model.matrix_parameters / model.parameters
+            return both - (both - momentum) * model.matrix_parameters / model.parameters
         return momentum if self.optimizer in ("SGD", "LARS") else both
 
     @property
@@ -210,11 +225,6 @@ class Workload:
     def stays_gathered(self) -> bool:
         """True if FSDP gathers the parameters of a stage once for all micro-batches of a batch."""
         return self.reduces_last and self.reshard != "always"
-
-    @property
-    def gathers_again(self) -> bool:
-        """True if FSDP gathers a block's parameters again in its backward pass."""
-        return not self.stays_gathered and self.reshard != "never"
 
     @property
     def forecasts(self) -> int:
@@ -286,13 +296,6 @@ class Workload:
     def uses_fsdp(self) -> bool:
         return self.degrees.uses_fsdp
 
-    @property
-    def uses_ddp(self) -> bool:
-        """True if DDP reduces gradients, in buckets that are always there: gradients of one pass are parts of
-        them, those of earlier passes are copied there in the last.
-        """
-        return self.degrees.dp_replicate > 1 and not self.uses_fsdp
-
     def replace(self, **changes: object) -> "Workload":
         return dataclasses.replace(self, **changes)  # type: ignore[arg-type]
 
@@ -304,34 +307,20 @@ def workload_of(config: Config, world: int, grid_shape: tuple[int, int], num_var
         raise ConfigError(
             f'model.name = "{config.model.name}": plan.py knows the {known}; for others use --dry_run'
         )
-    training, parallelism, ac = config.training, config.parallelism, config.activation_checkpoint
+    training, parallelism = config.training, config.parallelism
     degrees, cells = resolve_degrees(world, parallelism), math.prod(grid_shape)
     channels = len(Channels.of(config.data, config.model.noise_dim).inputs)
     smallest = training.local_batch_size * degrees.dp
     return Workload(
         model=architecture_of(config.model, grid_shape, channels, num_variables),
         degrees=degrees,
-        local_batch=training.local_batch_size,
         global_batch=smallest if training.global_batch_size < 0 else training.global_batch_size,
-        dtype=training.mixed_precision_param,
         reduce_itemsize=ITEMSIZE[training.mixed_precision_reduce],
         field_values=num_variables * cells,
         input_values=channels * cells,
-        ac_mode=ac.mode,
-        every_n=ac.every_n_blocks,
-        compiled=config.compile.enable,
-        float8=config.float8.enable,
-        attention=config.model.attention_backend,
-        reshard=parallelism.fsdp_reshard_after_forward,
         zero1=parallelism.data_parallel == "zero1",
-        offload=parallelism.cpu_offload,
-        method=parallelism.context_parallel_method,
-        schedule=parallelism.pipeline_parallel_schedule,
-        pipeline_micro_batch=parallelism.pipeline_parallel_microbatch_size,
         ema=training.ema_decay > 0,
         rolls=training.augmentation != "none",
-        optimizer=config.optimizer.name,
-        history=config.data.history,
-        members=training.members,
-        rollout_steps=Rollouts.of(training).longest,
+        rollout_steps=max(training.rollout_steps),
+        **{name: attrgetter(key)(config) for name, key in SETTINGS.items()},
     )
