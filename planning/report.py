@@ -19,6 +19,7 @@ from planning.search import (
     capacity,
     changes_that_fit,
     fits,
+    is_accepted,
     layout_options,
     speedups,
 )
@@ -191,10 +192,10 @@ def story(work: Workload, cluster: Cluster, steps: int) -> str:
     d, rows = work.degrees, []
     before = step_time(work, cluster).total
     for tp in (2, 4, 8):
-        if d.tp == 1 and d.dp_shard % tp == 0 and work.model.heads % (tp * d.cp) == 0:
-            # The same samples at once: each of the tp ranks has a part of tp times as many.
-            shards = Degrees(d.pp, d.dp_replicate, d.dp_shard // tp, d.cp, tp)
-            shared = work.replace(degrees=shards, local_batch=work.local_batch * tp)
+        # The same samples at once: each of the tp ranks has a part of tp times as many.
+        shards = Degrees(d.pp, d.dp_replicate, d.dp_shard // tp, d.cp, tp)
+        shared = work.replace(degrees=shards, local_batch=work.local_batch * tp)
+        if shards.world == d.world and is_accepted(shared):
             change = step_time(shared, cluster).total / before - 1
             rows.append((f"  over {tp} ranks", memory(shared).peak / GIB, f"{change:+.0%}"))
     head = ("the layout as configured, with tensor parallelism", "GiB", "step")

@@ -86,38 +86,40 @@ def best_layouts(work: Workload, cluster: Cluster, number: int = 10) -> list[Pla
 
 
 def candidates(work: Workload, cluster: Cluster) -> Iterator[Workload]:
-    """Every layout x mode of activation checkpointing x micro-batch that train.py would accept, compiled."""
+    """Every layout x mode of activation checkpointing x micro-batch that train.py would accept, compiled.
+
+    Tensor parallelism stays inside a node; shards are over all ranks, or over a node or less with replicas.
+    """
     modes = dict.fromkeys(["none", "selective", "full", work.ac_mode])
     work = work.replace(compiled=True, offload=False, zero1=False)
-    for degrees in layouts(work, cluster):
-        samples = work.global_batch // degrees.dp  # of a rank, in a step
-        batches = [n for n in divisors(samples) if n <= MAX_MICRO_BATCH]
-        if degrees.pp > 1:  # fewer than twice as many as stages leave the pipeline idle for a third
-            batches = [n for n in batches if samples // n >= degrees.pp][:3]
-        for mode, batch in product(modes, batches):
-            changed = work.replace(degrees=degrees, ac_mode=mode)
-            if degrees.pp > 1:
-                yield changed.replace(local_batch=samples, pipeline_micro_batch=batch, schedule="1F1B")
-                continue
-            yield changed.replace(local_batch=batch, reshard="default")
-            if degrees.uses_fsdp:  # ZeRO-2: gathers are not repeated for accumulated micro-batches
-                yield changed.replace(local_batch=batch, reshard="never")
-
-
-def layouts(work: Workload, cluster: Cluster) -> Iterator[Degrees]:
-    """Tensor parallelism stays inside a node; shards over all ranks, or over a node or less and replicas."""
     world, node = cluster.devices, min(cluster.devices_per_node, cluster.devices)
-    heads = work.model.heads
     for pp, tp, cp in product(DEGREES, divisors(node), DEGREES):
         rest = world // (pp * tp * cp)
-        if pp > work.model.layers or heads % (tp * cp) or (pp > 1 and cp > 1):
-            continue
-        if cp > 1 and work.method != "ulysses" and work.model.window_tokens:
-            continue  # others do not keep the tokens of a window on one rank
-        if rest * pp * tp * cp == world and work.global_batch % rest == 0:
-            for shard in sorted({1, max(node // (tp * cp), 1), rest}):
-                if rest % shard == 0:
-                    yield Degrees(pp, rest // shard, shard, cp, tp)
+        for shard in sorted({1, max(node // (tp * cp), 1), max(rest, 1)}):
+            degrees = Degrees(pp, rest // shard, shard, cp, tp)
+            layout = work.replace(degrees=degrees, local_batch=1)
+            if degrees.world != world or (pp > 1 and cp > 1) or not is_accepted(layout):
+                continue
+            samples = work.global_batch // degrees.dp  # of a rank, in a step
+            batches = [n for n in divisors(samples) if n <= MAX_MICRO_BATCH]
+            if pp > 1:  # fewer than twice as many as stages leave the pipeline idle for a third
+                layout = layout.replace(local_batch=samples, schedule="1F1B")
+                batches = [n for n in batches if samples // n >= pp][:3]
+            for mode, batch in product(modes, batches):
+                if pp > 1:
+                    yield layout.replace(ac_mode=mode, pipeline_micro_batch=batch)
+                    continue
+                yield layout.replace(ac_mode=mode, local_batch=batch, reshard="default")
+                if degrees.uses_fsdp:  # ZeRO-2: gathers are not repeated for accumulated micro-batches
+                    yield layout.replace(ac_mode=mode, local_batch=batch, reshard="never")
+
+
+def is_accepted(work: Workload) -> bool:
+    """Return True if train.py accepts how heads, windows, blocks and batches are divided."""
+    d, model = work.degrees, work.model
+    cuts_windows = d.cp > 1 and work.method != "ulysses" and bool(model.window_tokens)
+    is_divided = model.heads % (d.tp * d.cp) == 0 and work.global_batch % (work.local_batch * d.dp) == 0
+    return is_divided and d.pp <= model.layers and not cuts_windows
 
 
 def divisors(n: int) -> list[int]:
@@ -223,21 +225,16 @@ def changes(work: Workload, cluster: Cluster) -> Iterator[Change]:
     if d.dp_replicate > 1 and not work.zero1:  # which has replicas alone
         named.append((frozenset(["dp_replicate"]), {"degrees": Degrees(d.pp, 1, d.dp, d.cp, d.tp)}))
     # Layouts change along one axis, in exchange for shards: the number of ranks stays.
-    axes = [] if work.zero1 else ["tp", "cp"]
-    if work.method != "ulysses" and work.model.window_tokens:
-        axes = axes[:1]
-    for axis, n in product(axes, (1, 2, 4, 8)):
+    for axis, n in product(() if work.zero1 else ("tp", "cp"), (1, 2, 4, 8)):
         layout = Degrees(**{**vars(d), axis: n, "dp_shard": d.dp_shard * getattr(d, axis) // n})
-        if layout.world == d.world and work.model.heads % (layout.tp * layout.cp) == 0:
-            if work.global_batch % (work.local_batch * layout.dp) == 0:
-                named.append((frozenset([axis]), {"degrees": layout}))
-    for key, changed in named:
-        after = work.replace(**changed)
-        if after != work:
-            yield key, after
+        if layout.world == d.world:
+            named.append((frozenset([axis]), {"degrees": layout}))
     # With more devices each has fewer micro-batches of the same global batch.
     for factor in (2, 4, 8):
         replicas = factor if work.zero1 else 1
         more = Degrees(d.pp, d.dp_replicate * replicas, d.dp_shard * factor // replicas, d.cp, d.tp)
-        if work.global_batch % (more.dp * work.local_batch) == 0:
-            yield frozenset(["devices"]), work.replace(degrees=more)
+        named.append((frozenset(["devices"]), {"degrees": more}))
+    for key, changed in named:
+        after = work.replace(**changed)
+        if after != work and is_accepted(after):
+            yield key, after
