@@ -5,7 +5,7 @@ benchmarks/layout_parity.py compares every number with what the recorder of plan
 """
 
 import math
-from collections import Counter
+from collections import Counter, defaultdict
 from dataclasses import dataclass
 
 from parallelisms.degrees import AXES, Degrees
@@ -28,53 +28,52 @@ class Collective:
 Calls = Counter[Collective]  # how many of each
 
 
-def tensor_collectives(work: Workload) -> tuple[Calls, Calls]:
-    """Collectives of a micro-batch, forward and backward: two gathers and two reduce-scatters a block each.
+def sample_collectives(work: Workload) -> tuple[Calls, Calls]:
+    """Collectives of a micro-batch along tp and cp, forward and backward.
 
-    The ends exchange tokens for width. Where a backend has no all-to-all (gloo) that exchange is a gather of
-    the whole. Recomputation repeats those of the forward pass, but for the last reduce-scatter of a segment.
+    tp: two gathers and two reduce-scatters a block each. The ends exchange tokens for width: where a backend
+    has no all-to-all (gloo) that is a gather of the whole. cp by ulysses: two exchanges a block and pass;
+    all_gather: one gather, one reduce-scatter; ring: forward passes keys and values on cp - 1 times, backward
+    again, and their gradients cp times, home. Recomputation repeats those of the forward pass.
     """
-    tokens, depth = work.states_at_once * work.rank_tokens * work.degrees.tp, work.model.layers
-    gather, scatter, end_gather, end_scatter = (
-        Collective(kind, "tp", tokens * features * work.itemsize)
-        for features in (work.model.dim, work.model.out_features)
-        for kind in ("all-gather", "reduce-scatter")
-    )
-    forward = Counter({gather: 2 + 2 * depth, scatter: 2 * depth, end_scatter: 1})
-    backward = Counter({gather: 2 + 2 * depth, scatter: 2 * depth, end_gather: 1})
-    if work.ac_mode != "none":
-        backward += Counter({gather: 2 * depth, scatter: 2 * depth - math.ceil(depth / work.segment)})
+    degrees, depth = work.degrees, work.model.layers
+    values = work.states_at_once * work.rank_tokens  # a value of each token
+    forward: Calls = Counter()
+    backward: Calls = Counter()
+    if degrees.tp > 1:
+        gather, scatter, end_gather, end_scatter = (
+            Collective(kind, "tp", values * degrees.tp * features * work.itemsize)
+            for features in (work.model.dim, work.model.out_features)
+            for kind in ("all-gather", "reduce-scatter")
+        )
+        forward.update({gather: 2 + 2 * depth, scatter: 2 * depth, end_scatter: 1})
+        backward.update({gather: 2 + 2 * depth, scatter: 2 * depth, end_gather: 1})
+        if work.ac_mode != "none":  # but for the last reduce-scatter of a segment
+            backward.update({gather: 2 * depth, scatter: 2 * depth - math.ceil(depth / work.segment)})
+    if degrees.cp > 1:
+        queries = values * work.model.dim
+        keys = values * (work.model.qkv_features - work.model.dim)  # and values
+        exchanges: Calls = Counter()
+        if work.method == "ulysses":
+            for size in (queries + keys, queries):
+                exchanges[Collective("all-to-all", "cp", size * work.itemsize)] = depth
+            backward += exchanges
+        elif work.method == "all_gather":
+            size = degrees.cp * keys * work.itemsize
+            exchanges[Collective("all-gather", "cp", size)] = depth
+            backward[Collective("reduce-scatter", "cp", size)] = depth
+        else:
+            exchanges[Collective("send", "cp", keys * work.itemsize)] = (degrees.cp - 1) * depth
+            backward += exchanges
+            backward[Collective("send", "cp", keys * work.reduce_itemsize)] += degrees.cp * depth
+        if work.ac_mode != "none" and (work.ac_mode != "selective" or work.method != "ring"):
+            backward += exchanges  # "selective" keeps what the ring received
+        forward += exchanges
     return forward, backward
 
 
-def context_collectives(work: Workload) -> tuple[Calls, Calls]:
-    """Collectives of a micro-batch, forward and backward. ulysses: two exchanges a block and pass;
-    all_gather: one gather, one reduce-scatter; ring: sends.
-
-    The ring's forward passes keys and values on cp - 1 times, its backward again, and their gradients cp
-    times, home. Recomputation repeats those of the forward pass; "selective" keeps what the ring received.
-    """
-    cp, depth = work.degrees.cp, work.model.layers
-    values = work.states_at_once * work.rank_tokens  # a value of each token
-    queries, keys = values * work.model.dim, values * (work.model.qkv_features - work.model.dim)  # and values
-    if work.method == "ulysses":
-        sizes = ((queries + keys) * work.itemsize, queries * work.itemsize)
-        forward: Calls = Counter({Collective("all-to-all", "cp", size): depth for size in sizes})
-        backward: Calls = Counter(forward)
-    elif work.method == "all_gather":
-        forward = Counter({Collective("all-gather", "cp", cp * keys * work.itemsize): depth})
-        backward = Counter({Collective("reduce-scatter", "cp", cp * keys * work.itemsize): depth})
-    else:
-        forward = Counter({Collective("send", "cp", keys * work.itemsize): (cp - 1) * depth})
-        backward = Counter(forward)
-        backward[Collective("send", "cp", keys * work.reduce_itemsize)] += cp * depth
-    # -- the backward pass of a recomputed block begins with its forward pass, and so with its collectives
-    repeated = work.ac_mode != "none" and (work.ac_mode != "selective" or work.method != "ring")
-    return forward, backward + forward if repeated else backward
-
-
-def rollout_collectives(work: Workload) -> tuple[Calls, Calls]:
-    """Collectives along tp and along cp of a step of a rollout that is forecast first and then goes back.
+def rollout_collectives(work: Workload) -> Calls:
+    """Collectives along tp and cp of a step of a rollout that is forecast first and then goes back.
 
     The output is gathered; the gradient of the window is summed over the ranks of the sample, and over tp
     that of the patches.
@@ -83,13 +82,15 @@ def rollout_collectives(work: Workload) -> tuple[Calls, Calls]:
     tokens, window = work.rank_tokens * tp, FLOAT32 * samples * work.history * work.field_values
     patches = samples * tokens * work.model.in_features * (work.itemsize if work.uses_fsdp else FLOAT32)
     output = samples * tokens * work.model.out_features * work.itemsize
-    tensor: Calls = Counter({Collective("all-gather", "tp", output): 1})
-    for size in (window, patches):
-        tensor[Collective("all-reduce", "tp", size)] += 1
-    context = Counter(
-        {Collective("all-gather", "cp", cp * output): 1, Collective("all-reduce", "cp", window): 1}
-    )
-    return tensor if tp > 1 else Counter(), context if cp > 1 else Counter()
+    calls: Calls = Counter()
+    if tp > 1:
+        calls[Collective("all-gather", "tp", output)] = 1
+        for size in (window, patches):
+            calls[Collective("all-reduce", "tp", size)] += 1
+    if cp > 1:
+        calls[Collective("all-gather", "cp", cp * output)] = 1
+        calls[Collective("all-reduce", "cp", window)] = 1
+    return calls
 
 
 # -- how long they take
@@ -146,3 +147,11 @@ def seconds(kind: str, size: float, on: Route) -> float:
         sent = max(inside / on.inside.bandwidth, outside * on.per_node / on.between.bandwidth)
         return latency + sent * size / on.ranks
     return on.ring.latency + size / on.ring.bandwidth  # a send to a neighbour, a broadcast in chunks
+
+
+def axis_seconds(calls: Calls, routes: dict[str, Route]) -> dict[str, float]:
+    """Return the seconds of all calls along each axis."""
+    times = defaultdict(float)
+    for call, number in calls.items():
+        times[call.axis] += number * seconds(call.kind, call.size, routes[call.axis])
+    return times

@@ -15,13 +15,7 @@ from planning import constants
 from planning.clusters import Cluster, Device
 from planning.constants import FLOAT32
 from planning.memory import shard_parameters, stage_shapes, unit_bytes
-from planning.network import (
-    context_collectives,
-    rollout_collectives,
-    route,
-    seconds,
-    tensor_collectives,
-)
+from planning.network import axis_seconds, rollout_collectives, route, sample_collectives, seconds
 from planning.workload import Workload, count, cut, padded
 
 Times = dict[str, float]  # class of kernel -> seconds
@@ -90,11 +84,8 @@ def step_time(work: Workload, cluster: Cluster) -> StepTime:
             computing[name] += number * layers * value
 
         # -- what communicates within a sample: collectives of tp and cp, and the sends of a pipeline
-        of_axes = {}
-        for axis, collectives in (("tp", tensor_collectives), ("cp", context_collectives)):
-            calls = collectives(work)[backward]
-            transfer = sum(n * seconds(call.kind, call.size, routes[axis]) for call, n in calls.items())
-            of_axes[axis] = transfer * layers / work.model.layers
+        of_axes = dict.fromkeys(("tp", "cp"), 0.0) | axis_seconds(sample_collectives(work)[backward], routes)
+        of_axes = {axis: transfer * layers / work.model.layers for axis, transfer in of_axes.items()}
         if work.method == "ring":  # which attention hides
             hidden = layers * attending * (1 - 1 / work.degrees.cp)
             of_axes["cp"] = max(of_axes["cp"] - hidden, 0.0)
@@ -105,8 +96,7 @@ def step_time(work: Workload, cluster: Cluster) -> StepTime:
         for axis, transfer in of_axes.items():
             communicating[axis] += number * transfer
             inside += transfer
-    for axis, calls in zip(("tp", "cp"), rollout_collectives(work), strict=True):
-        transfer = sum(n * seconds(call.kind, call.size, routes[call.axis]) for call, n in calls.items())
+    for axis, transfer in axis_seconds(rollout_collectives(work), routes).items():
         communicating[axis] += work.forecasts * transfer * (work.degrees.pp == 1)
 
     # -- what computes outside blocks: the ends of the model, which are never in float8, fields, the update
