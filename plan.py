@@ -103,22 +103,20 @@ def make_plan(config: Config, cluster: Cluster, options: argparse.Namespace) -> 
         reason = "adapters are not in the planner's closed forms; use --dry_run"
         refuse("lora.enable", True, f"{reason}, or set it to false for an upper limit")
     cluster, anchor = anchored(cluster, options.anchor)
-    original, training = config, config.training
+    training = config.training
     if options.layout == "auto":
         # The largest local batch, at most the configured one, that divides the samples of a rank; the search
         # tries the others. A check refuses other settings that are not valid.
-        if training.global_batch_size < 1 and training.global_batch_size != -1:
+        batch = training.global_batch_size
+        if batch < 1 and batch != -1:
             check(config)
         dp = resolve_degrees(cluster.devices, config.parallelism).dp
-        smallest = training.local_batch_size * dp
-        batch = smallest if training.global_batch_size < 0 else training.global_batch_size
-        local = max(n for n in divisors(max(batch // dp, 1)) if n <= training.local_batch_size)
+        samples = training.local_batch_size if batch == -1 else max(batch // dp, 1)
+        local = max(n for n in divisors(samples) if n <= training.local_batch_size)
         training = dataclasses.replace(training, local_batch_size=local, global_batch_size=-1)
         check(dataclasses.replace(config, training=training))
-        training = dataclasses.replace(training, global_batch_size=max(batch, 1))
-        config = dataclasses.replace(config, training=training)
-    work = job(config, cluster.devices)
-    work = work.replace(copies_ahead=0 if cluster.shared else COPIES_AHEAD)  # a CPU uses the batch in place
+    ahead = 0 if cluster.shared else COPIES_AHEAD  # a CPU uses the batch in place
+    work = job(config, cluster.devices).replace(local_batch=training.local_batch_size, copies_ahead=ahead)
     check_device(work, cluster)
     plans = best_layouts(work, cluster) if options.layout == "auto" else []
     if not plans and work.global_batch % (work.local_batch * work.degrees.dp):
@@ -130,9 +128,9 @@ def make_plan(config: Config, cluster: Cluster, options: argparse.Namespace) -> 
     if options.json:
         print(json.dumps(as_json(made, cluster, cost, training.steps), indent=1))
         return 0 if fit else 1
-    blocks = [answer(made, cluster, cost, original, bool(plans))]
+    blocks = [answer(made, cluster, cost, config, bool(plans))]
     if plans:
-        best = layout_options(plans[0].work, original, cluster.devices)
+        best = layout_options(made.work, config, cluster.devices)
         blocks.append(f"{layouts_table(plans, cluster)}\nto train so: {best}")
     elif options.layout == "auto":
         blocks.insert(0, "no layout fits; as configured:")

@@ -65,7 +65,6 @@ SENDS = {
     "rossby::ring_attention_backward": lambda args: sends_backward(args[2], args[3], args[-2], args[-1]),
 }
 
-FSDP = ("c10d::_allgather_base_", "c10d::_reduce_scatter_base_")  # only FSDP calls these
 NO_HOOK = RemovableHandle(OrderedDict())
 
 
@@ -105,7 +104,8 @@ class Recorder(TorchDispatchMode):
             elif isinstance(arg, torch.ScriptObject) and "ProcessGroup" in str(arg._type()):
                 group = group or dist.ProcessGroup.unbox(arg)  # type: ignore[attr-defined]
         ranks = tuple(dist.get_process_group_ranks(group)) if group else ()
-        axis = "fsdp" if name in FSDP else self.axes.get(ranks, "world")
+        # Only FSDP calls c10d::_allgather_base_ and c10d::_reduce_scatter_base_.
+        axis = "fsdp" if name.startswith("c10d::_") else self.axes.get(ranks, "world")
         self.calls.update(Collective(kind, axis, size) for size in sizes)
         return result
 

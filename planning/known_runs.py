@@ -9,7 +9,6 @@ import statistics
 import tomllib
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
 
 from config import in_project
@@ -70,21 +69,19 @@ class Band:
         return seconds * self.fastest, seconds * self.slowest
 
 
+ERROR_BANDS = {name: Band(**keys) for name, keys in tomllib.loads(BANDS.read_text(encoding="utf-8")).items()}
+
+
 def kind_of(work: Workload, cluster: Cluster) -> str:
     """Return the kind of known runs for a plan: PyTorch's with its kind of layout, anchored or not."""
     return ANCHORED + work.kind if cluster.anchor == work.kind else work.kind
-
-
-@cache
-def error_bands() -> dict[str, Band]:
-    return {kind: Band(**keys) for kind, keys in tomllib.loads(BANDS.read_text(encoding="utf-8")).items()}
 
 
 def band_of(work: Workload, cluster: Cluster) -> Band | None:
     """None for a CPU without an anchor, and for kinds of which too few runs are known."""
     kind = kind_of(work, cluster)
     unknown = cluster.shared and not kind.startswith(ANCHORED)
-    return None if unknown else error_bands().get(kind)
+    return None if unknown else ERROR_BANDS.get(kind)
 
 
 def band_line(work: Workload, cluster: Cluster) -> str:

@@ -160,6 +160,7 @@ def story(work: Workload, cluster: Cluster, steps: int) -> str:
     each with its fastest layout, and what sharing samples by tensor parallelism would take.
     """
     one = work.replace(degrees=Degrees(), local_batch=1, global_batch=1, compiled=False, float8=False)
+    one = one.replace(zero1=False, offload=False)
     ladder: dict[str, dict[str, Any]] = {
         "float32, plain attention": {"dtype": "float32", "attention": "math", "ac_mode": "none"},
         "bfloat16": {"dtype": "bfloat16"},
@@ -169,7 +170,7 @@ def story(work: Workload, cluster: Cluster, steps: int) -> str:
     }
     rows: list[tuple[object, ...]] = [("one sample on one device, each with those above", "GiB")]
     for name, setting in ladder.items():
-        one = one.replace(zero1=False, offload=False, **setting)
+        one = one.replace(**setting)
         rows.append((f"  {name}", memory(one).peak / GIB))
     # -- from one device to all: what scaling costs in efficiency and dollars
     tables = [text_table("<50 >10.2f", rows)]
@@ -179,7 +180,7 @@ def story(work: Workload, cluster: Cluster, steps: int) -> str:
         machine = cluster.with_devices(number)
         best = next(iter(best_layouts(work, machine, 1)), None)
         if best is None:
-            rows.append((f"  {number}: no layout fits", None, None, None, None))
+            rows.append((f"  {number}: no layout fits",))
             continue
         rate = best.time.samples_per_second / number
         single, days = single or rate, steps * best.time.total / 86_400

@@ -49,7 +49,7 @@ from jobs.preemption import started_at
 from jobs.watchdog import Watchdog
 from models.attention import check_backend
 from models.registry import build_model, registered
-from models.weather_model import GridModel, TokenModel
+from models.weather_model import GridModel, TokenModel, WeatherModel
 from parallelisms.degrees import check_processes, num_ranks, number_in_environment
 from parallelisms.domain_parallel import choose_tiles
 from parallelisms.float8 import check_float8, float8_layers
@@ -82,12 +82,11 @@ def open_checked(config: Config) -> Selection:
     may_convert = int(os.environ.get("WORLD_SIZE", "1")) == 1
     selection = open_for_training(data, patch_size, lead_hours, longest, may_convert)
     grid, num_variables = selection.archive.grid, len(selection.variables)
-    check_model(config, grid)
+    model = check_model(config, grid, num_variables)
 
     # -- a lower bound of any run: the parameters of the ranks here, and the fields of one batch
     gpus, batch = range(torch.cuda.device_count()), config.training.local_batch_size
     memory = host_memory() + sum(torch.cuda.get_device_properties(gpu).total_memory for gpu in gpus)
-    model = build_model(config.model, num_variables, 0, grid.shape, grid.periodic)
     width = "dim" if isinstance(model, TokenModel) else "width"
     hosts = max(num_ranks() // local_ranks()[1], 1)
     parameters = 4 * sum(parameter.numel() for parameter in model.parameters()) // hosts
@@ -151,8 +150,10 @@ def check_folder(key: str, folder: Path, data: Data) -> None:
         refuse(key, str(folder), f"{there} is no folder that can be written to ({error.strerror})")
 
 
-def check_model(config: Config, grid: Grid) -> None:
-    """Check what depends on the grid of the data and on the model's layers. Raises ConfigError."""
+def check_model(config: Config, grid: Grid, num_variables: int = 1) -> WeatherModel:
+    """Check what depends on the grid of the data and on the model's layers; return the model, on the meta
+    device. Raises ConfigError.
+    """
     # -- losses and inputs that need a whole globe, or a boundary that needs a region
     is_global = grid.periodic and (np.abs(latitude_bounds(grid.latitude)[[0, -1]]) == 90).all()
     names, width = list(config.model.conserve), config.data.boundary_width
@@ -170,7 +171,7 @@ def check_model(config: Config, grid: Grid) -> None:
     require(is_equal or augmentation != "roll_and_mirror", "training.augmentation", augmentation, reason)
     # -- the model itself, on the meta device: what shards its grid, its tokens or its layers
     degree = config.parallelism.context_parallel_degree
-    model = build_model(config.model, 1, 0, grid.shape, grid.periodic)
+    model = build_model(config.model, num_variables, 0, grid.shape, grid.periodic)
     if isinstance(model, GridModel):
         choose_tiles(degree, model.padded_shape, model.multiple)
     elif isinstance(model, TokenModel) and degree > model.num_tokens:
@@ -178,6 +179,7 @@ def check_model(config: Config, grid: Grid) -> None:
         refuse("parallelism.context_parallel_degree", degree, reason)
     elif config.float8.enable:
         float8_layers(model, config.parallelism.tensor_parallel_degree)
+    return model
 
 
 # -- what the planner expects here
