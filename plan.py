@@ -55,9 +55,8 @@ from datasets.channels import Channels
 from datasets.options import COPIES_AHEAD
 from errors import ConfigError, one_line_errors, refuse
 from parallelisms.degrees import resolve_degrees
-from planning.clusters import Cluster, load_cluster
+from planning.clusters import Cluster, load_cluster, newest_run, run_record
 from planning.cost import cost_range
-from planning.known_runs import newest_run, run_record
 from planning.report import answer, as_json, data_line, layouts_table, story, tables
 from planning.search import best_layouts, check_device, divisors, fits, layout_options, plan
 from planning.step_time import step_time

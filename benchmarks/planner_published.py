@@ -27,10 +27,9 @@ from config import Model
 from parallelisms.degrees import Degrees
 from planning.clusters import Cluster, Device, load_cluster
 from planning.constants import ALLOCATOR_SLACK, FLOAT8_BANDWIDTH, FLOAT8_CAST, FLOAT8_TRANSPOSE, GIB, PASSES
-from planning.known_runs import ANCHORED, BANDS, Band
 from planning.memory import memory, unit_bytes
 from planning.network import route, seconds
-from planning.step_time import linear_seconds, spread, step_time
+from planning.step_time import ANCHORED, BANDS, Band, linear_seconds, spread, step_time
 from planning.workload import ROW, Architecture, Shapes, Workload, architecture_of, cut, padded
 
 RUNS = Path(__file__).with_name("published_runs.toml")

@@ -1,4 +1,4 @@
-"""Clusters for planning: devices, links, prices, from clusters.toml and files of the user.
+"""Clusters for planning: devices, links, prices, from clusters.toml and files of the user, and runs on them.
 
 All figures are in base units: bytes, seconds, FLOP/s, bytes/s, dollars. Where devices are shared (the
 ranks on a CPU), a node's figures are divided among its ranks.
@@ -6,13 +6,17 @@ ranks on a CPU), a node's figures are divided among its ranks.
 
 import dataclasses
 import re
+import statistics
 import tomllib
 from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import MISSING, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from config import in_project
 from errors import ConfigError, nearest
+from jobs.durable_files import read_records
 from planning.constants import REACHED, SCORE_BYTES
 
 PRECISION = {"float32": "fp32", "bfloat16": "bf16", "float16": "bf16", "float8": "fp8"}
@@ -97,7 +101,7 @@ class Cluster:
     shared: bool = False  # the ranks of a node share its cores and memory, so that fewer ranks are faster
     known_as: list[str] = field(default_factory=list)  # torch's names of the device
     assumed: list[str] = field(default_factory=list)  # keys that are not measured, by their comments
-    anchor: str = ""  # the kind of layouts that a measured run corrects (planning/known_runs.py); "": no run
+    anchor: str = ""  # the kind of layouts that a measured run corrects; "": no run
     anchor_factor: float = 1.0  # the seconds of its steps as measured over those planned
 
     @property
@@ -234,3 +238,41 @@ def all_machines(files: Iterable[str | Path] = ()) -> dict[str, Cluster]:
             devices = 1 if values.get("shared") else devices
             machines[machine] = Cluster(machine, device, devices, assumed=assumed, **values)
     return machines
+
+
+# -- a measured run, which corrects the plans of layouts of its kind (--anchor)
+
+RUNS = Path(in_project("outputs"))
+
+
+@dataclass(frozen=True)
+class RunRecord:
+    """What a run's folder says of its last start."""
+
+    ranks: int
+    seconds: float  # of a step, the median of the second half of its logged steps: the others warm up
+    device: str  # torch's name, or "cpu"
+
+
+def run_record(folder: Path) -> RunRecord:
+    """Read starts.jsonl and metrics.jsonl of a run. Raises ConfigError."""
+    starts, metrics = (read_records(folder / name) for name in ("starts.jsonl", "metrics.jsonl"))
+    last = starts[-1] if starts else {}
+    ranks, device = last.get("ranks"), last.get("device")
+    if not (isinstance(ranks, int) and isinstance(device, str)):
+        reason = "not the folder of a run: its starts.jsonl has no line with ranks and device"
+        raise ConfigError(f"--anchor {folder}: {reason}")
+    seconds = [record["step_seconds"] for record in metrics if record.get("step_seconds")]
+    if not seconds or not all(isinstance(value, int | float) for value in seconds):
+        raise ConfigError(f"--anchor {folder}: its metrics.jsonl has no step_seconds; train more steps")
+    return RunRecord(ranks, statistics.median(seconds[len(seconds) // 2 :]), device)
+
+
+def newest_run(cluster: Cluster) -> Path | None:
+    """Return the folder in outputs/ of the run that was trained last on the devices of this machine."""
+    files = sorted(RUNS.glob("*/metrics.jsonl"), key=lambda file: file.stat().st_mtime, reverse=True)
+    for file in files:
+        with suppress(ConfigError):
+            if run_record(file.parent).device in cluster.known_as:
+                return file.parent
+    return None

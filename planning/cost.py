@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from config import Checkpoint, Config
 from planning.clusters import Cluster
 from planning.constants import FLOAT32
-from planning.known_runs import band_of
 from planning.search import Plan
 from planning.step_time import step_time
 from planning.workload import Workload
@@ -118,7 +117,7 @@ def cost_range(config: Config, plan: Plan, cluster: Cluster) -> CostRange:
             by_fleet[name] = {"hours": hours, "dollars": hours * fleet.dollars_an_hour}
         return by_fleet
 
-    band = band_of(work, cluster)
+    band = plan.time.band
     ends = [costs(band.fastest), costs(band.slowest)] if band else []
     return CostRange(costs(1.0), ends, saves, read_bytes)
 

@@ -10,7 +10,6 @@ from parallelisms.degrees import Degrees
 from planning.clusters import Cluster
 from planning.constants import GIB
 from planning.cost import CostRange
-from planning.known_runs import band_line, band_of, kind_of
 from planning.memory import memory
 from planning.search import (
     SIMPLICITY,
@@ -40,9 +39,8 @@ def answer(made: Plan, cluster: Cluster, cost: CostRange, config: Config, search
     peak, room, fit = cluster.device.peak["bf16"], capacity(cluster) / GIB, fits(made, cluster)
     nodes = f"{cluster.nodes:,} node{'s' * (cluster.nodes > 1)}"
     rolled = f"; rolled out over {work.rollout_steps} steps" if work.rollout_steps > 1 else ""
-    band = band_of(work, cluster)
-    low, high = band.around(time.total) if band else (0.0, 0.0)
-    within = f", {low:,.3f} to {high:,.3f} by its error band" if band else ""
+    limits = " to ".join(f"{limit:,.3f}" for limit in time.limits or ())
+    within = f", {limits} by its error band" if limits else ""
     # -- texts that the lines below put together: lengths, dollars, saves
     unit, length = ("days", 24) if cost.planned["on demand"]["hours"] > 24 else ("hours", 1)
     dollars = (f"{fleet}: {cost.between(fleet, 'dollars')}" for fleet in cost.planned)
@@ -131,7 +129,13 @@ def tables(made: Plan, cluster: Cluster) -> str:
     sent, computed = time.exposed + time.hidden, sum(time.computing.values())
     ratio = f"{sent / computed:.1%} of the computation" if computed else ""
     communication = f"communication: {time.exposed:.3f} s exposed, {time.hidden:.3f} hidden, {ratio}"
-    return f"{of_memory}\n\n{of_step}\n  {communication}\n  {band_line(made.work, cluster)}"
+    if band := time.band:
+        known = f"band: of {band.runs} published runs ({time.kind}) 80 % took {band.fastest:.2f} to "
+        known += f"{band.slowest:.2f} times their planned time, median {band.median:.2f}"
+    else:
+        fix = "" if cluster.anchor else "; train 20 steps with --data.path random, and use --anchor"
+        known = f"no run of this kind is known ({time.kind}){fix}"
+    return f"{of_memory}\n\n{of_step}\n  {communication}\n  {known}"
 
 
 def data_line(read_bytes: float, cluster: Cluster) -> str:
@@ -147,8 +151,8 @@ def layouts_table(plans: list[Plan], cluster: Cluster) -> str:
     columns = ("layout", "batch", "accum", "checkpointing", "GiB")
     rows: list[tuple[object, ...]] = [("", "", *columns, "step s", "band s", "MFU", "exposed")]
     for number, plan in enumerate(plans, 1):
-        work, time, band = plan.work, plan.time, band_of(plan.work, cluster)
-        around = "-".join(f"{end:.1f}" for end in band.around(time.total)) if band else "?"
+        work, time = plan.work, plan.time
+        around = "-".join(f"{limit:.1f}" for limit in time.limits or ()) or "?"
         batch = (work.micro_batch, work.accumulation, work.ac_mode, plan.memory.peak / GIB)
         mfu, exposed = time.mfu(work, cluster.device.peak["bf16"]), time.exposed / time.total
         rows.append((number, "", layout(work), *batch, time.total, around, mfu, exposed))
@@ -206,7 +210,7 @@ def story(work: Workload, cluster: Cluster, steps: int) -> str:
 
 def as_json(plan: Plan, cluster: Cluster, cost: CostRange, steps: int) -> dict[str, Any]:
     """Everything in base units: bytes, seconds, dollars; null for infinity. steps: of the run."""
-    work, time, band = plan.work, plan.time, band_of(plan.work, cluster)
+    work, time = plan.work, plan.time
     values = {
         "degrees": vars(work.degrees),
         "local_batch_size": work.local_batch,
@@ -219,8 +223,8 @@ def as_json(plan: Plan, cluster: Cluster, cost: CostRange, steps: int) -> dict[s
         "capacity": capacity(cluster),
         "fits": fits(plan, cluster),
         "step_seconds": time.total,
-        "step_seconds_band": band.around(time.total) if band else None,
-        "error_kind": kind_of(work, cluster),
+        "step_seconds_band": time.limits,
+        "error_kind": time.kind,
         "classes": time.classes,
         "hidden_seconds": time.hidden,
         "samples_per_second": time.samples_per_second,

@@ -5,10 +5,15 @@ Computation is a roofline by class of kernel: work over the rate that the class 
 While a block computes, the parameters of the next are gathered and the gradients of the last reduced; only
 the time beyond the computation is exposed. Collectives of tensor and context parallelism, except the ring's,
 are between operations and fully exposed.
+
+planning/error_bands.toml has the errors of plans of published runs by kind, as benchmarks/planner_published.py
+writes them. A kind that is not there has too few runs.
 """
 
+import tomllib
 from collections import Counter, defaultdict
 from dataclasses import dataclass
+from pathlib import Path
 from statistics import NormalDist
 
 from planning import constants
@@ -19,6 +24,21 @@ from planning.network import axis_seconds, rollout_collectives, route, sample_co
 from planning.workload import Workload, count, cut, padded
 
 Times = dict[str, float]  # class of kernel -> seconds
+BANDS = Path(__file__).with_name("error_bands.toml")
+ANCHORED = "anchored, "  # before a kind of layout: planned with a measured run of the same kind and machine
+
+
+@dataclass(frozen=True)
+class Band:
+    """Measured over planned seconds of a step: limits of four fifths of the runs, and the median."""
+
+    runs: int
+    fastest: float
+    median: float
+    slowest: float
+
+
+ERROR_BANDS = {name: Band(**keys) for name, keys in tomllib.loads(BANDS.read_text(encoding="utf-8")).items()}
 
 
 @dataclass(frozen=True)
@@ -29,7 +49,9 @@ class StepTime:
     communicating: dict[str, float]  # exposed
     waiting: dict[str, float]
     samples: int  # of the global batch
-    hidden: float = 0.0  # seconds of collectives of parameters and gradients, while others compute
+    hidden: float  # seconds of collectives of parameters and gradients, while others compute
+    kind: str  # of known runs: with this kind of layout, anchored or not
+    band: Band | None  # None: too few runs of this kind are known, or none on a CPU
 
     @property
     def classes(self) -> dict[str, float]:
@@ -40,6 +62,11 @@ class StepTime:
     @property
     def total(self) -> float:
         return sum(self.classes.values())
+
+    @property
+    def limits(self) -> tuple[float, float] | None:
+        """The fastest and the slowest step by the error band; None: no run of the kind is known."""
+        return (self.total * self.band.fastest, self.total * self.band.slowest) if self.band else None
 
     @property
     def exposed(self) -> float:
@@ -190,9 +217,12 @@ def step_time(work: Workload, cluster: Cluster) -> StepTime:
         launching = constants.LAUNCH * layers * (operators[0] * passes[0] + operators[1] * passes[1])
         waiting["launches"] = max(launching - sum(computing.values()), 0.0)
 
-    factor = cluster.anchor_factor if cluster.anchor == work.kind else 1.0
+    # -- a measured run of this kind corrects all seconds; known runs of its kind have a band of errors
+    is_anchored = cluster.anchor == work.kind
+    factor, kind = (cluster.anchor_factor, ANCHORED + work.kind) if is_anchored else (1.0, work.kind)
+    band = None if cluster.shared and not is_anchored else ERROR_BANDS.get(kind)
     scaled = [{k: factor * v for k, v in times.items()} for times in (computing, sent, waiting)]
-    return StepTime(scaled[0], scaled[1], scaled[2], work.global_batch, factor * hidden)
+    return StepTime(scaled[0], scaled[1], scaled[2], work.global_batch, factor * hidden, kind, band)
 
 
 def spread(devices: int) -> float:

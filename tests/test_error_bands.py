@@ -17,7 +17,9 @@ from benchmarks.planner_published import (
 from config import Model
 from parallelisms.degrees import Degrees
 from planning.clusters import load_cluster
-from planning.known_runs import ANCHORED, BANDS, ERROR_BANDS, band_line, band_of, kind_of
+from planning.report import tables
+from planning.search import plan as plan_of
+from planning.step_time import ANCHORED, BANDS, ERROR_BANDS
 from planning.workload import Workload, architecture_of
 from tests.test_plan import plan
 
@@ -69,13 +71,14 @@ def test_bands_are_those_of_the_published_runs():
 )
 def test_kinds(cluster, degrees, kind):
     work, machine = Workload(VIT, degrees, 1, degrees.dp), load_cluster(cluster)
-    assert kind_of(work, machine) == kind
-    found, line = band_of(work, machine), band_line(work, machine)
+    made = plan_of(work, machine)
+    band, text, seconds = made.time.band, tables(made, machine), made.time.total
+    assert made.time.kind == kind
     if machine.shared or kind not in ERROR_BANDS:
-        assert found is None and "no run of this kind is known" in line
+        assert band is made.time.limits is None and "no run of this kind is known" in text
         return
-    assert found and found == ERROR_BANDS[kind] and f"{found.runs} published runs ({kind})" in line
-    assert found.around(10.0) == (10 * found.fastest, 10 * found.slowest)
+    assert band and band == ERROR_BANDS[kind] and f"{band.runs} published runs ({kind})" in text
+    assert made.time.limits == (seconds * band.fastest, seconds * band.slowest)
 
 
 def test_predicted_times_have_their_bands():

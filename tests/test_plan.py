@@ -11,10 +11,9 @@ import pytest
 
 from command_line import load_config
 from plan import job
-from planning import known_runs
-from planning.clusters import load_cluster
+from planning import clusters
+from planning.clusters import load_cluster, run_record
 from planning.cost import best_interval
-from planning.known_runs import run_record
 from planning.search import best_layouts, changes_that_fit, layout_options, speedups
 from planning.search import plan as plan_of
 from planning.workload import workload_of
@@ -131,7 +130,7 @@ def test_the_newest_run_on_the_same_device_is_the_anchor(tmp_path, monkeypatch):
     """One of another device is passed over, one that is far off is named and not used; both are refused
     where --anchor names them.
     """
-    monkeypatch.setattr(known_runs, "RUNS", tmp_path)
+    monkeypatch.setattr(clusters, "RUNS", tmp_path)
     options = ("--job.config_file", "train_configs/vit1b.toml", "--cluster", "a100x64", "--anchor")
     for number, (name, seconds, device) in enumerate(
         [("good", 40.0, "NVIDIA A100-SXM4-80GB"), ("other", 39.0, "NVIDIA H200"), ("damaged", 1.0, "")]
