@@ -58,7 +58,7 @@ from parallelisms.degrees import resolve_degrees
 from planning.clusters import Cluster, load_cluster, newest_run, run_record
 from planning.cost import cost_range
 from planning.report import answer, as_json, data_line, layouts_table, story, tables
-from planning.search import best_layouts, check_device, divisors, fits, layout_options, plan
+from planning.search import best_layouts, check_device, divisors, layout_options, plan
 from planning.step_time import step_time
 from planning.workload import Workload, workload_of
 from training.config_checks import check
@@ -122,23 +122,22 @@ def make_plan(config: Config, cluster: Cluster, options: argparse.Namespace) -> 
         reason = f"no layout of {cluster.devices} devices can share it"
         raise ConfigError(f"training.global_batch_size = {work.global_batch}: {reason}; take a multiple")
     made = plans[0] if plans else plan(work, cluster)
-    cost = cost_range(config, made, cluster)
-    fit = fits(made, cluster)
+    cost = cost_range(config, made)
     if options.json:
-        print(json.dumps(as_json(made, cluster, cost, training.steps), indent=1))
-        return 0 if fit else 1
-    blocks = [answer(made, cluster, cost, config, bool(plans))]
+        print(json.dumps(as_json(made, cost, training.steps), indent=1))
+        return 0 if made.fits else 1
+    blocks = [answer(made, cost, config, bool(plans))]
     if plans:
         best = layout_options(made.work, config, cluster.devices)
-        blocks.append(f"{layouts_table(plans, cluster)}\nto train so: {best}")
+        blocks.append(f"{layouts_table(plans)}\nto train so: {best}")
     elif options.layout == "auto":
         blocks.insert(0, "no layout fits; as configured:")
-    blocks.append(tables(made, cluster))
+    blocks.append(tables(made))
     if options.story:
         blocks.append(story(work, cluster, config.training.steps))
     blocks += [anchor] if anchor else []
     print("\n\n".join(blocks + [data_line(cost.read_bytes, cluster)]))
-    return 0 if fit else 1
+    return 0 if made.fits else 1
 
 
 def anchored(cluster: Cluster, run: str) -> tuple[Cluster, str]:

@@ -17,7 +17,7 @@ from typing import Any
 from config import in_project
 from errors import ConfigError, nearest
 from jobs.durable_files import read_records
-from planning.constants import REACHED, SCORE_BYTES
+from planning.constants import ALLOCATOR_SLACK, REACHED, SCORE_BYTES
 
 PRECISION = {"float32": "fp32", "bfloat16": "bf16", "float16": "bf16", "float8": "fp8"}
 # Of model.attention_backend: cuDNN's, which torch 2.11 chooses by itself ("sdpa": benchmarks/gpu.sh on an
@@ -107,6 +107,12 @@ class Cluster:
     @property
     def nodes(self) -> int:
         return -(-self.devices // self.devices_per_node)
+
+    @property
+    def capacity(self) -> float:
+        """Bytes that the tensors of a step may have on a device: its allocator needs more for them."""
+        slack = 0.0 if self.shared else ALLOCATOR_SLACK
+        return (self.device.memory - self.device.reserved) / (1 + slack)
 
     def with_devices(self, devices: int) -> "Cluster":
         """Return the machine with another number of devices (of a shared machine: of ranks)."""

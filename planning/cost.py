@@ -83,13 +83,14 @@ class CostRange:
         return " to ".join(dict.fromkeys(texts))
 
 
-def cost_range(config: Config, plan: Plan, cluster: Cluster) -> CostRange:
+def cost_range(config: Config, plan: Plan) -> CostRange:
     """Return costs of `training.steps` steps within the error band of the plan's step.
 
     A save costs the time of the copy to the host, or of writing if it is synchronous. Without saves an
     interruption loses everything.
     """
-    work, settings, every = plan.work, config.checkpoint, fleets(cluster)
+    work, cluster, settings = plan.work, plan.cluster, config.checkpoint
+    every = fleets(cluster)
     # Steps wait for the copy to the host, or for the files if the save is synchronous.
     size, writers = checkpoint_size(work), work.fsdp_ranks * work.degrees.tp * work.degrees.pp
     writing = size / min(cluster.nodes, writers) / cluster.storage  # replicas have the same

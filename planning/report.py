@@ -15,9 +15,7 @@ from planning.search import (
     SIMPLICITY,
     Plan,
     best_layouts,
-    capacity,
     changes_that_fit,
-    fits,
     is_accepted,
     layout_options,
     speedups,
@@ -30,13 +28,14 @@ from planning.workload import Workload
 COMPRESSION = 0.72
 
 
-def answer(made: Plan, cluster: Cluster, cost: CostRange, config: Config, searched: bool) -> str:
+def answer(made: Plan, cost: CostRange, config: Config, searched: bool) -> str:
     """Return the main results: time, cost, speed, memory, layout, and the settings that help most.
 
     searched: the layout was found by --layout auto.
     """
-    work, time, saves, every = made.work, made.time, cost.saves, config.checkpoint.interval
-    peak, room, fit = cluster.device.peak["bf16"], capacity(cluster) / GIB, fits(made, cluster)
+    work, time, cluster = made.work, made.time, made.cluster
+    peak, room = cluster.device.peak["bf16"], cluster.capacity / GIB
+    saves, every = cost.saves, config.checkpoint.interval
     nodes = f"{cluster.nodes:,} node{'s' * (cluster.nodes > 1)}"
     rolled = f"; rolled out over {work.rollout_steps} steps" if work.rollout_steps > 1 else ""
     limits = " to ".join(f"{limit:,.3f}" for limit in time.limits or ())
@@ -66,7 +65,7 @@ def answer(made: Plan, cluster: Cluster, cost: CostRange, config: Config, search
         "speed": f"{time.samples_per_second:,.2f} samples/s, MFU {time.mfu(work, peak):.1%} "
         f"of {peak / 1e12:,.0f} TFLOP/s",
         "memory": f"{made.memory.peak / GIB:.2f} of {room:.2f} GiB of tensors a device: "
-        f"{'fits' if fit else 'DOES NOT FIT'}",
+        f"{'fits' if made.fits else 'DOES NOT FIT'}",
     }
     # -- what a reader should doubt: a slow network inside blocks, figures that were not measured
     if work.degrees.tp * work.degrees.cp > cluster.devices_per_node:
@@ -79,8 +78,8 @@ def answer(made: Plan, cluster: Cluster, cost: CostRange, config: Config, search
     head = [f"{name:<9}{text}" for name, text in lines.items()]
     # -- what to change next
     proposals = []
-    if fit:  # the two settings that shorten a step most
-        for changed in speedups(made, cluster)[:2]:
+    if made.fits:  # the two settings that shorten a step most
+        for changed in speedups(made)[:2]:
             gain, need = changed.time.total / time.total - 1, changed.memory.peak / GIB
             options = layout_options(changed.work, config, cluster.devices)
             proposals.append(
@@ -112,7 +111,7 @@ def layout(work: Workload) -> str:
 # -- tables
 
 
-def tables(made: Plan, cluster: Cluster) -> str:
+def tables(made: Plan) -> str:
     """Return the components of memory at the peak, and the classes of a step, the largest first."""
     need, time = made.memory, made.time
     least = 0.005 * GIB if need.peak >= GIB else 0.0
@@ -133,7 +132,7 @@ def tables(made: Plan, cluster: Cluster) -> str:
         known = f"band: of {band.runs} published runs ({time.kind}) 80 % took {band.fastest:.2f} to "
         known += f"{band.slowest:.2f} times their planned time, median {band.median:.2f}"
     else:
-        fix = "" if cluster.anchor else "; train 20 steps with --data.path random, and use --anchor"
+        fix = "" if made.cluster.anchor else "; train 20 steps with --data.path random, and use --anchor"
         known = f"no run of this kind is known ({time.kind}){fix}"
     return f"{of_memory}\n\n{of_step}\n  {communication}\n  {known}"
 
@@ -146,7 +145,7 @@ def data_line(read_bytes: float, cluster: Cluster) -> str:
     return text + (": TOO SLOW, steps wait for their data" if stored > cluster.storage else "")
 
 
-def layouts_table(plans: list[Plan], cluster: Cluster) -> str:
+def layouts_table(plans: list[Plan]) -> str:
     """Return a line a layout, the best first; steps of overlapping bands may take as long as each other."""
     columns = ("layout", "batch", "accum", "checkpointing", "GiB")
     rows: list[tuple[object, ...]] = [("", "", *columns, "step s", "band s", "MFU", "exposed")]
@@ -154,8 +153,8 @@ def layouts_table(plans: list[Plan], cluster: Cluster) -> str:
         work, time = plan.work, plan.time
         around = "-".join(f"{limit:.1f}" for limit in time.limits or ()) or "?"
         batch = (work.micro_batch, work.accumulation, work.ac_mode, plan.memory.peak / GIB)
-        mfu, exposed = time.mfu(work, cluster.device.peak["bf16"]), time.exposed / time.total
-        rows.append((number, "", layout(work), *batch, time.total, around, mfu, exposed))
+        mfu = time.mfu(work, plan.cluster.device.peak["bf16"])
+        rows.append((number, "", layout(work), *batch, time.total, around, mfu, time.exposed / time.total))
     return text_table(">3 <1 <44 >6 >6 >16 >8.1f >9.3f >13 >7.1% >8.1%", rows)
 
 
@@ -208,9 +207,9 @@ def story(work: Workload, cluster: Cluster, steps: int) -> str:
     return "\n\n".join(tables)
 
 
-def as_json(plan: Plan, cluster: Cluster, cost: CostRange, steps: int) -> dict[str, Any]:
+def as_json(plan: Plan, cost: CostRange, steps: int) -> dict[str, Any]:
     """Everything in base units: bytes, seconds, dollars; null for infinity. steps: of the run."""
-    work, time = plan.work, plan.time
+    work, time, cluster = plan.work, plan.time, plan.cluster
     values = {
         "degrees": vars(work.degrees),
         "local_batch_size": work.local_batch,
@@ -220,8 +219,8 @@ def as_json(plan: Plan, cluster: Cluster, cost: CostRange, steps: int) -> dict[s
         "parameters": work.model.parameters,
         "model_flops_per_sample": work.sample_flops,
         "memory": {"peak": plan.memory.peak, "moment": plan.memory.peak_moment, **plan.memory.components},
-        "capacity": capacity(cluster),
-        "fits": fits(plan, cluster),
+        "capacity": cluster.capacity,
+        "fits": plan.fits,
         "step_seconds": time.total,
         "step_seconds_band": time.limits,
         "error_kind": time.kind,

@@ -11,7 +11,7 @@ from config import Config
 from errors import refuse
 from parallelisms.degrees import Degrees
 from planning.clusters import Cluster
-from planning.constants import ALLOCATOR_SLACK, GIB
+from planning.constants import GIB
 from planning.memory import Memory, memory
 from planning.step_time import StepTime, step_time
 from planning.workload import SETTINGS, Workload
@@ -26,11 +26,18 @@ Change = tuple[frozenset[str], Workload]  # what is changed, and the workload th
 
 @dataclass(frozen=True)
 class Plan:
-    """A workload, what it needs and how long a step takes on `devices` devices."""
+    """A workload, what it needs and how long a step takes on a cluster."""
 
     work: Workload
+    cluster: Cluster
     memory: Memory
     time: StepTime
+
+    @property
+    def fits(self) -> bool:
+        """True if it fits on the device and, with cpu_offload, in the host memory shared by a node."""
+        on_host = self.memory.host * min(self.cluster.devices_per_node, self.work.degrees.world)
+        return self.memory.peak <= self.cluster.capacity and on_host <= self.cluster.host_memory
 
     @property
     def device_seconds(self) -> float:
@@ -50,7 +57,7 @@ class Plan:
 
 
 def plan(work: Workload, cluster: Cluster) -> Plan:
-    return Plan(work, memory(work), step_time(work, cluster))
+    return Plan(work, cluster, memory(work), step_time(work, cluster))
 
 
 def check_device(work: Workload, cluster: Cluster) -> None:
@@ -60,26 +67,13 @@ def check_device(work: Workload, cluster: Cluster) -> None:
         refuse("float8.enable", True, reason)
 
 
-def fits(made: Plan, cluster: Cluster) -> bool:
-    """Return True if it fits on the device and, with cpu_offload, in the host memory shared by a node."""
-    ranks = min(cluster.devices_per_node, made.work.degrees.world)
-    on_host = made.memory.host * ranks
-    return made.memory.peak <= capacity(cluster) and on_host <= cluster.host_memory
-
-
-def capacity(cluster: Cluster) -> float:
-    """Bytes that the tensors of a step may have on a device: its allocator needs more for them."""
-    slack = 0.0 if cluster.shared else ALLOCATOR_SLACK
-    return (cluster.device.memory - cluster.device.reserved) / (1 + slack)
-
-
 def best_layouts(work: Workload, cluster: Cluster, number: int = 10) -> list[Plan]:
     """Return the fastest plans that fit, best first, one per layout with its best batch and checkpointing."""
     best: dict[Degrees, Plan] = {}
     for candidate in candidates(work, cluster):
         need = memory(candidate)
-        if need.peak <= capacity(cluster):
-            made = Plan(candidate, need, step_time(candidate, cluster))
+        if need.peak <= cluster.capacity:
+            made = Plan(candidate, cluster, need, step_time(candidate, cluster))
             known = best.setdefault(candidate.degrees, made)
             best[candidate.degrees] = min(known, made, key=lambda p: p.score)
     return sorted(best.values(), key=lambda p: p.score)[:number]
@@ -149,17 +143,17 @@ def changes_that_fit(work: Workload, cluster: Cluster) -> list[Plan]:
     return list(cheapest.values())[:3]
 
 
-def speedups(made: Plan, cluster: Cluster) -> list[Plan]:
+def speedups(made: Plan) -> list[Plan]:
     """Return the plans after single changes that fit on the same devices and make a step of the same samples
     faster, one per key, fastest first. More ranks per sample save memory, not time.
     """
     tried, d = [], made.work.degrees
-    for keys, after in changes(made.work, cluster):
+    for keys, after in changes(made.work, made.cluster):
         new = after.degrees
         if new.world == d.world and new.tp <= d.tp and new.cp <= d.cp:
             tried.append((keys, after))
     faster: dict[frozenset[str], Plan] = {}
-    for keys, changed in sorted(fitting(tried, cluster), key=lambda change: change[1].time.total):
+    for keys, changed in sorted(fitting(tried, made.cluster), key=lambda change: change[1].time.total):
         if changed.time.total < (1 - SIMPLICITY) * made.time.total:
             faster.setdefault(keys, changed)
     return list(faster.values())
@@ -202,8 +196,8 @@ def fitting(tried: Iterable[Change], cluster: Cluster) -> list[tuple[frozenset[s
     """Return the plans that fit, each on as many devices of this machine as it takes."""
     plans = []
     for keys, work in tried:
-        machine = cluster.with_devices(work.degrees.world)
-        if fits(made := plan(work, machine), machine):
+        made = plan(work, cluster.with_devices(work.degrees.world))
+        if made.fits:
             plans.append((keys, made))
     return plans
 

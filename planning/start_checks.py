@@ -54,10 +54,10 @@ from parallelisms.degrees import check_processes, num_ranks, number_in_environme
 from parallelisms.domain_parallel import choose_tiles
 from parallelisms.float8 import check_float8, float8_layers
 from parallelisms.pipeline import SPLIT_BACKWARD
-from planning.clusters import Cluster, load_cluster, machine_known_as
+from planning.clusters import load_cluster, machine_known_as
 from planning.constants import GIB
 from planning.cost import checkpoint_size, checkpoint_storage
-from planning.search import Plan, capacity, cheapest_changes, fits, plan
+from planning.search import Plan, cheapest_changes, plan
 from planning.workload import workload_of
 from training.loggers.opening import check_loggers
 from training.process_settings import host_memory
@@ -185,7 +185,7 @@ def check_model(config: Config, grid: Grid, num_variables: int = 1) -> WeatherMo
 # -- what the planner expects here
 
 
-def plan_here(config: Config, selection: Selection, world_size: int) -> tuple[Plan, Cluster] | None:
+def plan_here(config: Config, selection: Selection, world_size: int) -> Plan | None:
     """Return the plan of a run on this machine; None for models, adapters and GPUs that the planner does not
     know.
     """
@@ -201,11 +201,10 @@ def plan_here(config: Config, selection: Selection, world_size: int) -> tuple[Pl
     else:  # which the ranks share
         memory, cluster = host_memory() // local, replace(cluster, host_memory=host_memory())
     device = replace(cluster.device, memory=memory)
-    cluster = replace(cluster, device=device, devices_per_node=local, devices=world_size)
-    return plan(work, cluster), cluster
+    return plan(work, replace(cluster, device=device, devices_per_node=local, devices=world_size))
 
 
-def check_room(config: Config, made: Plan, cluster: Cluster) -> str:
+def check_room(config: Config, made: Plan) -> str:
     """Return a warning with the fix where the planner expects more memory than a rank has, or else "".
     ConfigError if the disk has no room for the checkpoints that are still to come.
     """
@@ -216,12 +215,11 @@ def check_room(config: Config, made: Plan, cluster: Cluster) -> str:
     reason = f"{needed / GIB:,.3f} GiB of checkpoints are to come, and its disk has {free / GIB:,.3f} free"
     reason += "; make room, or lower checkpoint.keep_latest_k"
     require(needed <= free or not config.checkpoint.enable, "job.dump_folder", str(folder), reason)
-    if fits(made, cluster):
+    if made.fits:
         return ""
-    planned = (
-        f"{made.memory.peak / GIB:.2f} GiB a rank are planned, and there are {capacity(cluster) / GIB:.2f}"
-    )
-    return f"{planned}: {cheapest_changes(made.work, cluster, config)}"
+    room, peak = made.cluster.capacity / GIB, made.memory.peak / GIB
+    fix = cheapest_changes(made.work, made.cluster, config)
+    return f"{peak:.2f} GiB a rank are planned, and there are {room:.2f}: {fix}"
 
 
 @contextmanager
@@ -251,18 +249,18 @@ def run_with_watchdog(config: Config) -> Iterator[Watchdog]:
             gc.collect()
             if watchdog.selection is None:  # nor are they opened now
                 raise RunFailed(f"{reason}; the data were being opened") from None
-            planned = plan_here(config, watchdog.selection, int(os.environ.get("WORLD_SIZE", "1")))
-            if planned is None:
+            made = plan_here(config, watchdog.selection, int(os.environ.get("WORLD_SIZE", "1")))
+            if made is None:
                 fix = "plan.py --dry_run measures what a layout needs"
                 raise RunFailed(f"{reason}; the planner does not know this model or GPU: {fix}") from None
-            made, cluster = planned
+            cluster = made.cluster
             less = min(cluster.device.memory, round(TARGET * made.memory.peak) + cluster.device.reserved)
             room = replace(cluster, device=replace(cluster.device, memory=less))
             largest = sorted(made.memory.components.items(), key=lambda component: -component[1])[:3]
             named = ", ".join(f"{name} {size / GIB:.2f} GiB" for name, size in largest)
             raise RunFailed(
                 f"{reason}; the planner expects a peak of {made.memory.peak / GIB:.2f} GiB a rank, in "
-                f"{made.memory.peak_moment}: {named}; there are {capacity(cluster) / GIB:.2f} GiB; "
+                f"{made.memory.peak_moment}: {named}; there are {cluster.capacity / GIB:.2f} GiB; "
                 f"{cheapest_changes(made.work, room, config)}"
             ) from None
 
@@ -270,10 +268,9 @@ def run_with_watchdog(config: Config) -> Iterator[Watchdog]:
 def main(argv: list[str]) -> None:
     with one_line_errors():
         config = start(argv, __doc__, None)
-        if planned := plan_here(config, open_checked(config), num_ranks()):
-            made, cluster = planned
-            if warning := check_room(config, made, cluster):
-                print_message(f"warning: {warning}")
+        made = plan_here(config, open_checked(config), num_ranks())
+        if made and (warning := check_room(config, made)):
+            print_message(f"warning: {warning}")
 
 
 if __name__ == "__main__":

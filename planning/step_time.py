@@ -6,8 +6,8 @@ While a block computes, the parameters of the next are gathered and the gradient
 the time beyond the computation is exposed. Collectives of tensor and context parallelism, except the ring's,
 are between operations and fully exposed.
 
-planning/error_bands.toml has the errors of plans of published runs by kind, as benchmarks/planner_published.py
-writes them. A kind that is not there has too few runs.
+planning/error_bands.toml has the errors of plans of published runs by kind, which
+benchmarks/planner_published.py writes. A kind that is not there has too few runs.
 """
 
 import tomllib

@@ -72,7 +72,7 @@ def test_bands_are_those_of_the_published_runs():
 def test_kinds(cluster, degrees, kind):
     work, machine = Workload(VIT, degrees, 1, degrees.dp), load_cluster(cluster)
     made = plan_of(work, machine)
-    band, text, seconds = made.time.band, tables(made, machine), made.time.total
+    band, text, seconds = made.time.band, tables(made), made.time.total
     assert made.time.kind == kind
     if machine.shared or kind not in ERROR_BANDS:
         assert band is made.time.limits is None and "no run of this kind is known" in text

@@ -196,7 +196,7 @@ def test_what_is_proposed_is_not_refused(config, cluster, options, monkeypatch):
     shape = (height or 32, width or 64)
     work = workload_of(original, machine.devices, shape, len(original.data.variables))
     made = best_layouts(work, machine) + changes_that_fit(work, machine)
-    made += speedups(plan_of(work, machine), machine)
+    made += speedups(plan_of(work, machine))
     assert made
     for proposed in made:
         monkeypatch.setenv("WORLD_SIZE", str(proposed.work.degrees.world))
