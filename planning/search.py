@@ -45,15 +45,12 @@ class Plan:
         return self.time.total * self.work.degrees.world
 
     @property
-    def techniques(self) -> int:
-        """Number of techniques that are on, besides DDP, or FSDP over all ranks."""
+    def score(self) -> float:
+        """Seconds of a step, longer by SIMPLICITY for each technique besides DDP, or FSDP over all ranks."""
         d, w = self.work.degrees, self.work
         axes = [d.pp > 1, d.cp > 1, d.tp > 1, d.dp_shard * d.cp > 1, d.dp_replicate > 1 and d.dp_shard > 1]
-        return sum(axes) + (w.ac_mode != "none") + w.offload + (w.reshard != "default")
-
-    @property
-    def score(self) -> float:
-        return self.time.total * (1 + SIMPLICITY * self.techniques)
+        techniques = sum(axes) + (w.ac_mode != "none") + w.offload + (w.reshard != "default")
+        return self.time.total * (1 + SIMPLICITY * techniques)
 
 
 def plan(work: Workload, cluster: Cluster) -> Plan:

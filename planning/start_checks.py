@@ -90,8 +90,7 @@ def open_checked(config: Config) -> Selection:
     width = "dim" if isinstance(model, TokenModel) else "width"
     hosts = max(num_ranks() // local_ranks()[1], 1)
     parameters = 4 * sum(parameter.numel() for parameter in model.parameters()) // hosts
-    states = data.history + max(config.training.rollout_steps)  # inputs and targets
-    fields = states * 4 * batch * num_variables * math.prod(grid.shape)
+    fields = (data.history + longest) * 4 * batch * num_variables * math.prod(grid.shape)
     for key, value, what, needed in (
         (f"model.{width}", getattr(config.model, width), "the parameters", parameters),
         ("training.local_batch_size", batch, "so many samples", fields),
@@ -244,25 +243,26 @@ def run_with_watchdog(config: Config) -> Iterator[Watchdog]:
             rank = f"rank {os.environ.get('RANK', '0')} ({socket.gethostname()}, pid {os.getpid()})"
             place = f"{rank} in step {activity.step}, {activity.describe_phase()}"
             # Of CUDA's message what was asked for, the memory of the device, and what is free.
-            reason = f"{place}: out of memory ({'. '.join(text.split('. ')[:3])})"
+            asked = ". ".join(text.split(". ")[:3])
             traceback.clear_frames(error.__traceback__)  # frees tensors, for the explanation takes memory
             gc.collect()
             if watchdog.selection is None:  # nor are they opened now
-                raise RunFailed(f"{reason}; the data were being opened") from None
-            made = plan_here(config, watchdog.selection, int(os.environ.get("WORLD_SIZE", "1")))
-            if made is None:
+                explanation = "the data were being opened"
+            elif made := plan_here(config, watchdog.selection, int(os.environ.get("WORLD_SIZE", "1"))):
+                device, peak = made.cluster.device, made.memory.peak
+                less = min(device.memory, round(TARGET * peak) + device.reserved)
+                room = replace(made.cluster, device=replace(device, memory=less))
+                largest = sorted(made.memory.components.items(), key=lambda component: -component[1])[:3]
+                named = ", ".join(f"{name} {size / GIB:.2f} GiB" for name, size in largest)
+                explanation = (
+                    f"the planner expects a peak of {peak / GIB:.2f} GiB a rank, in "
+                    f"{made.memory.peak_moment}: {named}; there are {made.cluster.capacity / GIB:.2f} GiB; "
+                    f"{cheapest_changes(made.work, room, config)}"
+                )
+            else:
                 fix = "plan.py --dry_run measures what a layout needs"
-                raise RunFailed(f"{reason}; the planner does not know this model or GPU: {fix}") from None
-            cluster = made.cluster
-            less = min(cluster.device.memory, round(TARGET * made.memory.peak) + cluster.device.reserved)
-            room = replace(cluster, device=replace(cluster.device, memory=less))
-            largest = sorted(made.memory.components.items(), key=lambda component: -component[1])[:3]
-            named = ", ".join(f"{name} {size / GIB:.2f} GiB" for name, size in largest)
-            raise RunFailed(
-                f"{reason}; the planner expects a peak of {made.memory.peak / GIB:.2f} GiB a rank, in "
-                f"{made.memory.peak_moment}: {named}; there are {cluster.capacity / GIB:.2f} GiB; "
-                f"{cheapest_changes(made.work, room, config)}"
-            ) from None
+                explanation = f"the planner does not know this model or GPU: {fix}"
+            raise RunFailed(f"{place}: out of memory ({asked}); {explanation}") from None
 
 
 def main(argv: list[str]) -> None:
