@@ -55,20 +55,10 @@ from datasets.channels import Channels
 from datasets.options import COPIES_AHEAD
 from errors import ConfigError, one_line_errors, refuse
 from parallelisms.degrees import resolve_degrees
-from planning.clusters import Cluster, load_cluster
-from planning.cost import cost_range, rollout_stages
-from planning.known_runs import FARTHEST, Anchor, layout_kind, newest_run, run_record
-from planning.report import (
-    answer,
-    as_json,
-    data_line,
-    layouts_table,
-    memory_table,
-    read_rate,
-    story,
-    time_table,
-)
-from planning.search import best_layouts, check_device, divisors, fits, layout_options, plan
+from planning.clusters import Cluster, load_cluster, newest_run, run_record
+from planning.cost import cost_range
+from planning.report import answer, as_json, data_line, layouts_table, story, tables
+from planning.search import best_layouts, check_device, divisors, layout_options, plan
 from planning.step_time import step_time
 from planning.workload import Workload, workload_of
 from training.config_checks import check
@@ -77,6 +67,7 @@ if TYPE_CHECKING:
     from datasets.grid import Grid
 
 MOST_RANKS = 4096
+FARTHEST = 2.0  # between measured and planned seconds of an anchor: beyond, something else differs
 
 
 def main() -> None:
@@ -110,52 +101,47 @@ def make_plan(config: Config, cluster: Cluster, options: argparse.Namespace) -> 
     if config.lora.rank:
         reason = "adapters are not in the planner's closed forms; use --dry_run"
         refuse("lora.rank", config.lora.rank, f"{reason}, or set it to 0 for an upper limit")
-    cluster, unused = anchored(cluster, options.anchor)
-    original, training = config, config.training
+    cluster, anchor = anchored(cluster, options.anchor)
+    training = config.training
     if options.layout == "auto":
         # The largest local batch, at most the configured one, that divides the samples of a rank; the search
         # tries the others. A check refuses other settings that are not valid.
-        if training.global_batch_size < 1 and training.global_batch_size != -1:
+        batch = training.global_batch_size
+        if batch < 1 and batch != -1:
             check(config)
         dp = resolve_degrees(cluster.devices, config.parallelism).dp
-        smallest = training.local_batch_size * dp
-        batch = smallest if training.global_batch_size < 0 else training.global_batch_size
-        local = max(n for n in divisors(max(batch // dp, 1)) if n <= training.local_batch_size)
+        samples = training.local_batch_size if batch == -1 else max(batch // dp, 1)
+        local = max(n for n in divisors(samples) if n <= training.local_batch_size)
         training = dataclasses.replace(training, local_batch_size=local, global_batch_size=-1)
         check(dataclasses.replace(config, training=training))
-        training = dataclasses.replace(training, global_batch_size=max(batch, 1))
-        config = dataclasses.replace(config, training=training)
-    work = job(config, cluster.devices)
-    work = work.replace(copies_ahead=0 if cluster.shared else COPIES_AHEAD)  # a CPU uses the batch in place
+    ahead = 0 if cluster.shared else COPIES_AHEAD  # a CPU uses the batch in place
+    work = job(config, cluster.devices).replace(local_batch=training.local_batch_size, copies_ahead=ahead)
     check_device(work, cluster)
     plans = best_layouts(work, cluster) if options.layout == "auto" else []
     if not plans and work.global_batch % (work.local_batch * work.degrees.dp):
         reason = f"no layout of {cluster.devices} devices can share it"
         raise ConfigError(f"training.global_batch_size = {work.global_batch}: {reason}; take a multiple")
     made = plans[0] if plans else plan(work, cluster)
-    cost = cost_range(config, made, cluster)
-    fit = fits(made, cluster)
-    stages = rollout_stages(config, made, cluster)
-    read_bytes = max(read_rate(work, time.samples_per_second) for _, work, time in stages)
+    cost = cost_range(config, made)
     if options.json:
-        print(json.dumps(as_json(made, cluster, cost, read_bytes), indent=1))
-        return 0 if fit else 1
-    blocks = [answer(made, cluster, cost, original, bool(plans))]
+        print(json.dumps(as_json(made, cost, training.steps), indent=1))
+        return 0 if made.fits else 1
+    blocks = [answer(made, cost, config, bool(plans))]
     if plans:
-        best = layout_options(plans[0].work, original, cluster.devices)
-        blocks.append(f"{layouts_table(plans, cluster)}\nto train so: {best}")
+        best = layout_options(made.work, config, cluster.devices)
+        blocks.append(f"{layouts_table(plans)}\nto train so: {best}")
     elif options.layout == "auto":
         blocks.insert(0, "no layout fits; as configured:")
-    blocks += [memory_table(made.memory), time_table(made.work, made.time, cluster)]
+    blocks.append(tables(made))
     if options.story:
         blocks.append(story(work, cluster, config.training.steps))
-    blocks += [cluster.anchor.line()] if cluster.anchor else [unused] if unused else []
-    print("\n\n".join(blocks + [data_line(read_bytes, cluster)]))
-    return 0 if fit else 1
+    blocks += [anchor] if anchor else []
+    print("\n\n".join(blocks + [data_line(cost.read_bytes, cluster)]))
+    return 0 if made.fits else 1
 
 
 def anchored(cluster: Cluster, run: str) -> tuple[Cluster, str]:
-    """Return the cluster with a measured run as its anchor, and a line that names a run that cannot be one.
+    """Return the cluster with a measured run as its anchor, and a line about the run, which may be no anchor.
 
     run: of --anchor; "": the newest on the same device. ConfigError where --anchor names another device, or
     steps that take twice or half as long as planned; devices that ranks share (a CPU) differ as much.
@@ -165,23 +151,23 @@ def anchored(cluster: Cluster, run: str) -> tuple[Cluster, str]:
         return cluster, ""
     try:
         record = run_record(folder)
-        if record.device and record.device not in cluster.known_as:
+        if record.device not in cluster.known_as:
             raise ConfigError(f"--anchor {folder}: was trained on {record.device!r}, no {cluster.name}")
         # The ratio of measured to planned carries over to other layouts, unless it is so large that one is
         # wrong.
         work = job(load_config(["--job.config_file", str(folder / "config.toml")]), record.ranks)
         planned = step_time(work, cluster.with_devices(record.ranks)).total
-        anchor = Anchor(str(folder), layout_kind(work), record.seconds, planned)
-        factor = anchor.measured / planned
+        factor = record.seconds / planned
+        times = f"{record.seconds:,.3f} s a step measured, {planned:,.3f} planned"
         if not cluster.shared and not 1 / FARTHEST < factor < FARTHEST:
-            times = f"{record.seconds:,.3f} s a step measured, {planned:,.3f} planned"
             reason = "look for the difference in its trace, or name another run, or none"
             raise ConfigError(f"--anchor {folder}: {times}: {reason}")
     except ConfigError as error:
         if run:
             raise
         return cluster, f"no anchor; {str(error).removeprefix('--anchor ')}"
-    return dataclasses.replace(cluster, anchor=anchor), ""
+    line = f"anchor {folder}: {times}; {work.kind} layouts x {factor:.3f}"
+    return dataclasses.replace(cluster, anchor=work.kind, anchor_factor=factor), line
 
 
 def job(config: Config, world: int) -> Workload:

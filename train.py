@@ -89,8 +89,8 @@ def train(config: Config, watchdog: Watchdog | None = None) -> None:
     run_folder.begin(progress.step, layout)
     watchdog.begin(progress.step)
     planned = plan_here(config, selection, mesh.degrees.world) if dist.get_rank() == 0 else None
-    memory = planned[0].memory.peak if planned and device.type == "cuda" else 0.0
-    metrics = Metrics(config, run, batches, planned and (planned[0].time.total, memory))
+    memory = planned.memory.peak if planned and device.type == "cuda" else 0.0
+    metrics = Metrics(config, run, batches, planned and (planned.time.total, memory))
     validator = Validator(config, selection, run_folder.statistics, run, metrics)
     profiler = Profiler(config)
     restart = Restart(checkpointer, state, [run.fingerprints, batches, metrics, validator, profiler])

@@ -45,11 +45,10 @@ from models.attention import activate, attention, check_backend, find_obstacle, 
 from models.embeddings import unpatchify
 from parallelisms.degrees import Degrees
 from parallelisms.mesh import start_ranks
-from planning.architecture import architecture_of
 from planning.clusters import load_cluster
 from planning.memory import memory
 from planning.step_time import step_time
-from planning.workload import Workload
+from planning.workload import Workload, architecture_of
 from tests.started_jobs import Job, losses
 from training.metrics import peak_tflops
 from verification.rollout import rollout as roll_out

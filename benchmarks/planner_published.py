@@ -25,14 +25,12 @@ import pandas as pd
 from benchmarks.results_file import record
 from config import Model
 from parallelisms.degrees import Degrees
-from planning.architecture import ROW, Architecture, Shapes, architecture_of, cut, padded
 from planning.clusters import Cluster, Device, load_cluster
 from planning.constants import ALLOCATOR_SLACK, FLOAT8_BANDWIDTH, FLOAT8_CAST, FLOAT8_TRANSPOSE, GIB, PASSES
-from planning.known_runs import ANCHORED, BANDS, Band, layout_kind
 from planning.memory import memory, unit_bytes
 from planning.network import route, seconds
-from planning.step_time import linear_seconds, spread, step_time
-from planning.workload import Workload
+from planning.step_time import ANCHORED, BANDS, Band, linear_seconds, spread, step_time
+from planning.workload import ROW, Architecture, Shapes, Workload, architecture_of, cut, padded
 
 RUNS = Path(__file__).with_name("published_runs.toml")
 UNSEEN = RUNS.with_name("published_unseen.toml")
@@ -259,7 +257,7 @@ def context_seconds(work: Workload, cluster: Cluster) -> float:
 
 def judged(run: dict[str, Any], model: Architecture) -> dict[str, Any]:
     work, cluster = workload(run, model), load_cluster(run["cluster"], [MACHINES])
-    layout, is_language = layout_kind(work), isinstance(model, LanguageModel)
+    layout, is_language = work.kind, isinstance(model, LanguageModel)
     rate = work.global_batch / planned_seconds(run, work, cluster)
     mfu = work.sample_flops * rate / (cluster.device.peak["bf16"] * work.degrees.world)
     devices = work.degrees.world

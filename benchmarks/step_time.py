@@ -30,7 +30,7 @@ from benchmarks.gpu import TAUGHT, PeerModel, Sizes, peer_step
 from benchmarks.random_run import RandomRun
 from benchmarks.results_file import clock, in_turns, parse, record, table
 from config import Compile, Config, Model, Optimizer, Training
-from planning.architecture import architecture_of
+from planning.workload import architecture_of
 from tests.distributed import Ranks
 from training.batches import Batch
 from training.process_settings import retain_memory

@@ -1,21 +1,18 @@
-"""Cost of a run in hours and dollars, on machines that can be preempted.
+"""Cost of a run in hours and dollars, on machines that can be preempted, and what it reads and saves.
 
 Interruptions, by preemption or failure of a node, are a Poisson process of `rate` a second for the whole job.
 Each one stops every device. The job starts again in RESTART seconds, which may be interrupted too, and
 repeats the steps since the last checkpoint. Times are in seconds unless a name has hours; money in dollars.
 """
 
-import json
 import math
 from dataclasses import dataclass
-from typing import Any
 
 from config import Checkpoint, Config
 from planning.clusters import Cluster
 from planning.constants import FLOAT32
-from planning.known_runs import band_of
 from planning.search import Plan
-from planning.step_time import StepTime, step_time
+from planning.step_time import step_time
 from planning.workload import Workload
 from training.due import Rollouts
 
@@ -57,26 +54,17 @@ def expected_time(work: float, interval: float, rate: float, restart: float = RE
     return (tries + math.expm1(rate * rest)) * math.exp(rate * restart) / rate
 
 
-# -- cost
+Cost = dict[str, float]  # hours and dollars of one run on one fleet
 
 
 @dataclass(frozen=True)
 class Saves:
-    """Seconds of one save of a run: that steps wait for it, and until it is written."""
+    """One save of a run, and how often saves cost least."""
 
     size: int  # bytes
-    waits: float
-    writing: float
-
-    def best_interval(self, rate: float) -> float:
-        """Return the seconds between two saves that cost a run least, with `rate` interruptions a second.
-
-        Young 1974: sqrt(2 x cost of a save x time between failures); a save ends before the next begins.
-        """
-        return max(math.sqrt(2 * self.waits / rate), self.writing) if rate else math.inf
-
-
-Cost = dict[str, float]  # hours and dollars of one run on one fleet
+    waits: float  # seconds that steps wait for it
+    writing: float  # seconds until it is written
+    best_interval: float  # seconds between two saves that cost a run on demand least; infinity: never
 
 
 @dataclass(frozen=True)
@@ -85,9 +73,8 @@ class CostRange:
 
     planned: dict[str, Cost]
     ends: list[dict[str, Cost]]  # empty: no run of its kind is known
-    steps: int
     saves: Saves
-    best_interval: float  # seconds between two saves that cost a run on demand least; infinity: never
+    read_bytes: float  # a second, decoded in float32, at its fastest
 
     def between(self, fleet: str, name: str, unit: float = 1, digits: int = 0) -> str:
         """Return a figure of a run's cost as text, from the fastest to the slowest."""
@@ -95,29 +82,30 @@ class CostRange:
         texts = ("never ends" if math.isinf(value) else f"{value:,.{digits}f}" for value in values)
         return " to ".join(dict.fromkeys(texts))
 
-    def as_json(self) -> dict[str, Any]:
-        """Return the costs for JSON, with null for infinity."""
-        bands = [{"fleets": costs} for costs in self.ends]
-        values = {"steps": self.steps, "cost": {"fleets": self.planned}, "cost_band": bands or None}
-        values["saves"] = vars(self.saves) | {"best_interval": self.best_interval}
-        return json.loads(json.dumps(values), parse_constant=lambda infinity: None)
 
-
-def cost_range(config: Config, plan: Plan, cluster: Cluster) -> CostRange:
+def cost_range(config: Config, plan: Plan) -> CostRange:
     """Return costs of `training.steps` steps within the error band of the plan's step.
 
     A save costs the time of the copy to the host, or of writing if it is synchronous. Without saves an
     interruption loses everything.
     """
-    work, settings, every = plan.work, config.checkpoint, fleets(cluster)
+    work, cluster, settings = plan.work, plan.cluster, config.checkpoint
+    every = fleets(cluster)
     # Steps wait for the copy to the host, or for the files if the save is synchronous.
     size, writers = checkpoint_size(work), work.fsdp_ranks * work.degrees.tp * work.degrees.pp
     writing = size / min(cluster.nodes, writers) / cluster.storage  # replicas have the same
     save = size / writers / cluster.host_link if settings.async_mode != "disabled" else writing
-    saves = Saves(size, save, writing)
+    saves = Saves(size, save, writing, best_interval(save, writing, every["on demand"].rate))
     steps = settings.interval if settings.enable else math.inf  # between two saves
-    # -- a rollout's stages have steps of different lengths
-    lengths = [(number, time.total) for number, _, time in rollout_stages(config, plan, cluster)]
+    # -- stages of rollouts, with steps of different lengths; the plan is for the longest
+    lengths, read_bytes, ranks = [], 0.0, work.degrees.world / work.degrees.dp
+    for length, begin, end in Rollouts.of(config.training).stages():
+        stage = work.replace(rollout_steps=length)
+        time = plan.time if stage == work else step_time(stage, cluster)
+        lengths.append((end - begin, time.total))
+        # Each rank that shares a sample reads all of it.
+        rate = FLOAT32 * work.field_values * stage.states_read * time.samples_per_second * ranks
+        read_bytes = max(read_bytes, rate)
 
     def costs(slower: float) -> dict[str, Cost]:
         """Return the costs if steps take `slower` times as long as planned."""
@@ -130,19 +118,17 @@ def cost_range(config: Config, plan: Plan, cluster: Cluster) -> CostRange:
             by_fleet[name] = {"hours": hours, "dollars": hours * fleet.dollars_an_hour}
         return by_fleet
 
-    band = band_of(work, cluster)
+    band = plan.time.band
     ends = [costs(band.fastest), costs(band.slowest)] if band else []
-    best = saves.best_interval(every["on demand"].rate)
-    return CostRange(costs(1.0), ends, config.training.steps, saves, best)
+    return CostRange(costs(1.0), ends, saves, read_bytes)
 
 
-def rollout_stages(config: Config, plan: Plan, cluster: Cluster) -> list[tuple[int, Workload, StepTime]]:
-    """Return steps, work and time of each stage of rollouts; the plan is for the longest of them."""
-    rollouts, stages = Rollouts.of(config.training), []
-    for length, begin, end in rollouts.stages():
-        work = plan.work.replace(rollout_steps=length)
-        stages.append((end - begin, work, plan.time if work == plan.work else step_time(work, cluster)))
-    return stages
+def best_interval(waits: float, writing: float, rate: float) -> float:
+    """Return the seconds between two saves that cost a run least, with `rate` interruptions a second.
+
+    Young 1974: sqrt(2 x cost of a save x time between failures); a save ends before the next begins.
+    """
+    return max(math.sqrt(2 * waits / rate), writing) if rate else math.inf
 
 
 def checkpoint_size(work: Workload) -> int:

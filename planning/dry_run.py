@@ -8,7 +8,7 @@ MemTracker's, collectives are the Recorder's.
 import warnings
 from collections import Counter, OrderedDict
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -18,11 +18,14 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed._tools.mem_tracker import MemTracker
 from torch.distributed._tools.mod_tracker import ModTracker
+from torch.distributed.distributed_c10d import _resolve_process_group  # type: ignore[reportPrivateImportUsage]
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._op_schema import OpSchema
 from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.nn.parallel import DistributedDataParallel
 from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
 from command_line import text_table
@@ -30,15 +33,81 @@ from config import Config
 from datasets.grid import Grid
 from errors import refuse
 from parallelisms.degrees import Degrees
-from parallelisms.mesh import mesh_of
-from planning.collectives import Collective, Recorder
+from parallelisms.mesh import Mesh, mesh_of
+from parallelisms.ring_attention import sends, sends_backward
+from planning.network import Collective
 from training.assembly import Fields, assemble
 from training.batches import Batch
 from training.gradients import LossScaler
 from training.state import build_state
 from training.step import Run, accumulate_gradients, update_weights
 
+# Operator -> its kind, and the index of the argument with the larger buffer, the bytes of which are counted.
+KINDS = {
+    "c10d::_allgather_base_": ("all-gather", 0),
+    "c10d::allgather_": ("all-gather", 0),
+    "c10d::_reduce_scatter_base_": ("reduce-scatter", 1),
+    "c10d::allreduce_": ("all-reduce", 0),
+    "c10d::broadcast_": ("broadcast", 0),
+    "c10d::send": ("send", 0),
+    "_c10d_functional::all_gather_into_tensor": ("all-gather", None),  # the output
+    "_c10d_functional::reduce_scatter_tensor": ("reduce-scatter", 0),
+    "_c10d_functional::all_reduce": ("all-reduce", 0),
+    "_c10d_functional::all_to_all_single": ("all-to-all", 0),
+    "_c10d_functional_autograd::all_gather_into_tensor": ("all-gather", None),
+    "_c10d_functional_autograd::all_to_all_single": ("all-to-all", 0),
+    "rossby::swap_strips": ("send", 0),
+}
+
+# Operators that send several tensors: bytes of each, by their arguments.
+SENDS = {
+    "rossby::ring_attention": lambda args: sends(args[1], args[2], args[-1]),
+    "rossby::ring_attention_backward": lambda args: sends_backward(args[2], args[3], args[-2], args[-1]),
+}
+
 NO_HOOK = RemovableHandle(OrderedDict())
+
+
+@dataclass
+class Recorder(TorchDispatchMode):
+    """Counts collectives inside `with Recorder(mesh) as record:`; `record.calls[Collective] -> number`.
+
+    Counts calls of torch's dispatcher: c10d's own, DTensor's and FSDP's, the halo exchange, and the sends of
+    the ring's operators.
+    """
+
+    mesh: Mesh
+    calls: Counter = field(default_factory=Counter)
+
+    def __post_init__(self) -> None:
+        super().__init__()
+        # By ranks, not by name: DTensor reuses the groups of an earlier equal mesh.
+        self.axes: dict[tuple[int, ...], str] = {}
+        for mesh in (self.mesh.parameters, self.mesh.grid):
+            for axis in mesh.mesh_dim_names or ():
+                self.axes[tuple(dist.get_process_group_ranks(mesh.get_group(axis)))] = axis
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        name = func.name().partition(".")[0]
+        kind, sizes = "send", SENDS.get(name, lambda _: ())(args)
+        if name in KINDS:
+            kind, index = KINDS[name]
+            buffers = tree_leaves(result if index is None else args[index])
+            sizes = [sum(buffer.nbytes for buffer in buffers if isinstance(buffer, Tensor))]
+        if not sizes:
+            return result
+        group: Any = None  # the last argument that names a group, or is a boxed one
+        for arg in reversed(args):
+            if isinstance(arg, str) and arg.lower() not in ("sum", "avg", "max", "min"):
+                group = group or _resolve_process_group(arg)  # type: ignore[arg-type]
+            elif isinstance(arg, torch.ScriptObject) and "ProcessGroup" in str(arg._type()):
+                group = group or dist.ProcessGroup.unbox(arg)  # type: ignore[attr-defined]
+        ranks = tuple(dist.get_process_group_ranks(group)) if group else ()
+        # Only FSDP calls c10d::_allgather_base_ and c10d::_reduce_scatter_base_.
+        axis = "fsdp" if name.startswith("c10d::_") else self.axes.get(ranks, "world")
+        self.calls.update(Collective(kind, axis, size) for size in sizes)
+        return result
 
 
 @dataclass(frozen=True)
@@ -54,16 +123,13 @@ class DryRun:
     calls: Counter[Collective]
 
     def table(self) -> str:
+        sizes = {"parameters": self.parameters, "gradients": self.gradients}
+        sizes |= {"optimiser states": self.optimizer, "peak of the step": self.peak.get("Total", 0)}
+        sizes |= {f"    {kind}": size for kind, size in self.peak.items() if kind != "Total" and size}
+        lines = [f"{name:<28}{size / 2**20:>14,.1f} MiB" for name, size in sizes.items()]
         fraction = self.total_parameters / max(self.parameters, 1)
-        share = f"1/{fraction:.2f} of {mib(self.total_parameters).strip()}"
-        lines = [
-            f"rank 0 of {self.degrees.world}: {self.degrees}",
-            f"{'parameters':<28}{mib(self.parameters)}   {share}",
-            f"{'gradients':<28}{mib(self.gradients)}",
-            f"{'optimiser states':<28}{mib(self.optimizer)}",
-            f"{'peak of the step':<28}{mib(self.peak.get('Total', 0))}",
-            *(f"    {kind:<24}{mib(size)}" for kind, size in self.peak.items() if kind != "Total" and size),
-        ]
+        lines[0] += f"   1/{fraction:.2f} of {self.total_parameters / 2**20:,.1f} MiB"
+        lines.insert(0, f"rank 0 of {self.degrees.world}: {self.degrees}")
         # Calls and total bytes of each kind and axis.
         rows: list[tuple[object, ...]] = [("axis", "collective", "calls", "bytes a rank")]
         for axis, kind in sorted({(call.axis, call.kind) for call in self.calls}):
@@ -71,10 +137,6 @@ class DryRun:
             size = sum(call.size * number for call, number in alike.items())
             rows.append((axis, kind, sum(alike.values()), f"{size / 2**20:.3f} MiB"))
         return "\n".join(lines + ["", text_table("<14 <16 >8 >20", rows)])
-
-
-def mib(size: int) -> str:
-    return f"{size / 2**20:>14,.1f} MiB"
 
 
 def dry_run(config: Config, world_size: int, grid: Grid, num_variables: int) -> DryRun:
@@ -120,9 +182,7 @@ def dry_run(config: Config, world_size: int, grid: Grid, num_variables: int) -> 
                 # Not tracked: as fake tensors, operators in place have temporaries.
                 update_weights(run, 1, loss)
                 model.zero_grad()
-        states = [v for moments in state.optimizer.state.values() for v in moments.values()]
-        states = [value for value in states if isinstance(value, Tensor)]
-        parameters = model.parameters.values()
+        states = [value for moments in state.optimizer.state.values() for value in moments.values()]
         peak = tracker.get_tracker_snapshot("peak")[device]
         # The collectives of every micro-batch that the first one represents.
         calls = batches.record.calls + Counter(
@@ -131,9 +191,9 @@ def dry_run(config: Config, world_size: int, grid: Grid, num_variables: int) -> 
         return DryRun(
             degrees=mesh.degrees,
             total_parameters=4 * assembly.num_parameters,
-            parameters=sum(map(local_bytes, parameters)),
+            parameters=sum(map(local_bytes, model.parameters.values())),
             gradients=gradients,
-            optimizer=sum(map(local_bytes, states)),
+            optimizer=sum(local_bytes(value) for value in states if isinstance(value, Tensor)),
             peak={str(getattr(kind, "value", kind)): n for kind, n in peak.items()},
             calls=calls,
         )
@@ -237,5 +297,4 @@ def reduced_bucket(
 
 
 def local_bytes(tensor: Tensor) -> int:
-    part = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-    return part.numel() * part.element_size()
+    return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).nbytes

@@ -7,9 +7,8 @@ micro-batch that a rank has between blocks, x width, in the precision of matrice
 import statistics
 from dataclasses import dataclass
 
-from planning.architecture import Shapes, count, cut, padded
 from planning.constants import FLOAT32
-from planning.workload import Workload
+from planning.workload import Shapes, Workload, count, cut, padded
 
 
 @dataclass(frozen=True)
@@ -52,6 +51,9 @@ def stage_memory(work: Workload, first: bool, last: bool) -> Memory:
     tokens, values = s / model.dim * copies, work.field_values
     (block, _), (ends, _) = stage_shapes(work, first, last)
 
+    # DDP reduces gradients in buckets that are always there: gradients of one pass are parts of them, those
+    # of earlier passes are copied there in the last.
+    uses_ddp = work.degrees.dp_replicate > 1 and not work.uses_fsdp
     # -- what stays from step to step: float32 masters, gradients, moments (ZeRO-1 shards them), averages
     masters = FLOAT32 * shard_parameters(work, first, last) * (not work.offload)
     owners = work.degrees.dp_replicate if work.zero1 else 1
@@ -87,7 +89,7 @@ def stage_memory(work: Workload, first: bool, last: bool) -> Memory:
     states = work.states_read * (1 + work.rolls) + work.members * windows
     step = always | {
         "fields": FLOAT32 * work.local_batch * (states * values + work.members * shards),
-        "buckets of DDP": masters * work.uses_ddp,
+        "buckets of DDP": masters * uses_ddp,
         "gradients of a pipeline": pipeline,
         # If a rank has two stages, torch keeps sent tensors until the end of the step.
         "messages of a pipeline": messages * work.stages_of_rank,
@@ -97,7 +99,7 @@ def stage_memory(work: Workload, first: bool, last: bool) -> Memory:
     # Gradients appear in the last backward pass, or are there from earlier ones.
     fresh = (work.reductions if work.uses_fsdp else work.passes) == 1
     earlier = masters * (not fresh)
-    new_gradients = masters / number * (fresh and not work.uses_ddp and not work.reduces_last)
+    new_gradients = masters / number * (fresh and not uses_ddp and not work.reduces_last)
 
     # -- the loss: the gradient of the predictions, and in float32 the errors of one sample, twice; CRPS has
     # those of all members, and the sums of their distances, before and after one is added
@@ -109,6 +111,16 @@ def stage_memory(work: Workload, first: bool, last: bool) -> Memory:
         "activations": stored + patches,
         "loss": (work.states_at_once * work.itemsize + errors * FLOAT32) * predicted * last,
     }
+    # -- what a block's backward pass computes again. "selective": norms, the middle of the residual stream,
+    # GELU, while the output of projection is no longer needed. "full" and "every_n_blocks": all that mode
+    # "none" keeps of the blocks that are recomputed as one.
+    recomputed = 0.0
+    if work.ac_mode == "selective":
+        gathered = work.degrees.cp * (work.shares_by == "all_gather")  # keys and values of so many ranks
+        keys = (model.qkv_features / model.dim - 1) * gathered
+        recomputed = s * (1 + tp + model.hidden_units + normed(work) + keys)
+    elif work.ac_mode != "none":
+        recomputed = work.segment * block_activations(work, "none") - s
     # -- the backward pass: gradients of activations of an MLP (of its output, by tensor parallelism before
     # and after it is gathered, and of GELU's) and that of the last product's weight. Uncompiled, float8 casts
     # the input of mlp.down in float32 twice, as scaled and as clamped.
@@ -117,7 +129,7 @@ def stage_memory(work: Workload, first: bool, last: bool) -> Memory:
     backward = loss | {
         "gathered parameters": gathered_bytes(work, first, last, 2),
         "loss": 0.0,
-        "recomputed": recomputed(work),
+        "recomputed": recomputed,
         "gradients of activations": s * (tp + (tp > 1) + model.hidden_units),
         "gradients being reduced": down,
         "float8 casts": s * casts * (work.float8 and not work.compiled),
@@ -236,19 +248,22 @@ def block_activations(work: Workload, mode: str) -> float:
     qkv = model.qkv_features / model.dim
     if mode in ("full", "every_n_blocks"):
         return s / work.segment
-    sums = 4 * work.states_at_once * model.heads * work.rank_tokens  # log-sum-exp of attention
+    of_attention = 4 * work.states_at_once * model.heads * work.rank_tokens  # log-sum-exp
+    if work.attention == "math" and work.shares_by != "ring":  # T scores a token and head; a ring computes
+        attended = statistics.mean(model.window_tokens or (model.tokens,))  # them again
+        of_attention += s / model.head_dim * attended
     exchanged = 1.0 * bool(work.shares_by)  # attention's output before and after it went back
     if work.shares_by == "all_gather":  # keys and values of all ranks instead
         exchanged = (qkv - 1) * work.degrees.cp
     if mode == "selective":
         # Uncompiled, float8 keeps the output of the last product, too: its input is saved after it has run.
         hidden += work.float8 and not work.compiled
-        return s * (1 + qkv + 1 + hidden) + s * tp + scores_bytes(work) + sums
+        return s * (1 + qkv + 1 + hidden) + s * tp + of_attention
     if model.rotary and not model.qk_norm:  # norms keep what they read
         # Queries are rotated, too; windows are copies of what was rotated, and of values.
         qkv *= 0 if work.shares_by == "all_gather" else 1 - model.copied_fraction
     units = 1 + qkv + normed(work) + 1 + model.copied_fraction + exchanged + 1 + 2 * hidden
-    return s * units + 2 * s * tp + scores_bytes(work) + sums
+    return s * units + 2 * s * tp + of_attention
 
 
 def normed(work: Workload) -> int:
@@ -256,27 +271,3 @@ def normed(work: Workload) -> int:
     if not work.model.qk_norm and (not work.model.rotary or work.shares_by == "ulysses"):
         return 0  # what came back is stored, not what was rotated
     return 2 if work.shares_by in ("ring", "all_gather") else 3  # values go to other ranks as they are
-
-
-def scores_bytes(work: Workload) -> float:
-    """Return the bytes of the "math" kernel's T scores per token and head; a ring recomputes them."""
-    if work.attention != "math" or work.shares_by == "ring":
-        return 0
-    attended = statistics.mean(work.model.window_tokens or (work.model.tokens,))  # by a token
-    return unit_bytes(work) / work.model.head_dim * attended
-
-
-def recomputed(work: Workload) -> float:
-    """Bytes that a block's backward pass computes again, in addition to those that were stored.
-
-    "selective": norms, the middle of the residual stream, GELU, while the output of projection is no longer
-    needed. "full" and "every_n_blocks": all that mode "none" keeps of the blocks that are recomputed as one.
-    """
-    s = unit_bytes(work)
-    if work.ac_mode == "selective":
-        gathered = work.degrees.cp * (work.shares_by == "all_gather")  # keys and values of so many ranks
-        keys = (work.model.qkv_features / work.model.dim - 1) * gathered
-        return s * (1 + work.degrees.tp + work.model.hidden_units + normed(work) + keys)
-    if work.ac_mode in ("full", "every_n_blocks"):
-        return work.segment * block_activations(work, "none") - s
-    return 0.0

@@ -1,71 +1,79 @@
 """Collectives within a sample, in closed form, and the seconds that any takes on a two-level network: an
 alpha-beta model of rings, trees and exchanges.
 
-`size` is that of the larger buffer of a call on one rank, in bytes: what an all-gather gives, what a
-reduce-scatter takes (planning/collectives.py). benchmarks/layout_parity.py compares every number with
-what a recorder counts.
+benchmarks/layout_parity.py compares every number with what the recorder of planning/dry_run.py counts.
 """
 
 import math
-from collections import Counter
+from collections import Counter, defaultdict
 from dataclasses import dataclass
 
 from parallelisms.degrees import AXES, Degrees
 from planning.clusters import Cluster, Link
-from planning.collectives import Collective
 from planning.constants import FLOAT32
 from planning.workload import Workload
+
+
+@dataclass(frozen=True)
+class Collective:
+    """A kind of collective along an axis. `size`: bytes of the larger buffer of a call on one rank, which an
+    all-gather gives and a reduce-scatter takes.
+    """
+
+    kind: str
+    axis: str
+    size: int
+
 
 Calls = Counter[Collective]  # how many of each
 
 
-def tensor_collectives(work: Workload) -> tuple[Calls, Calls]:
-    """Collectives of a micro-batch, forward and backward: two gathers and two reduce-scatters a block each.
+def sample_collectives(work: Workload) -> tuple[Calls, Calls]:
+    """Collectives of a micro-batch along tp and cp, forward and backward.
 
-    The ends exchange tokens for width. Where a backend has no all-to-all (gloo) that exchange is a gather of
-    the whole. Recomputation repeats those of the forward pass, but for the last reduce-scatter of a segment.
+    tp: two gathers and two reduce-scatters a block each. The ends exchange tokens for width: where a backend
+    has no all-to-all (gloo) that is a gather of the whole. cp by ulysses: two exchanges a block and pass;
+    all_gather: one gather, one reduce-scatter; ring: forward passes keys and values on cp - 1 times, backward
+    again, and their gradients cp times, home. Recomputation repeats those of the forward pass.
     """
-    tokens, depth = work.states_at_once * work.rank_tokens * work.degrees.tp, work.model.layers
-    gather, scatter, end_gather, end_scatter = (
-        Collective(kind, "tp", tokens * features * work.itemsize)
-        for features in (work.model.dim, work.model.out_features)
-        for kind in ("all-gather", "reduce-scatter")
-    )
-    forward = Counter({gather: 2 + 2 * depth, scatter: 2 * depth, end_scatter: 1})
-    backward = Counter({gather: 2 + 2 * depth, scatter: 2 * depth, end_gather: 1})
-    if work.ac_mode != "none":
-        backward += Counter({gather: 2 * depth, scatter: 2 * depth - math.ceil(depth / work.segment)})
+    degrees, depth = work.degrees, work.model.layers
+    values = work.states_at_once * work.rank_tokens  # a value of each token
+    forward: Calls = Counter()
+    backward: Calls = Counter()
+    if degrees.tp > 1:
+        gather, scatter, end_gather, end_scatter = (
+            Collective(kind, "tp", values * degrees.tp * features * work.itemsize)
+            for features in (work.model.dim, work.model.out_features)
+            for kind in ("all-gather", "reduce-scatter")
+        )
+        forward.update({gather: 2 + 2 * depth, scatter: 2 * depth, end_scatter: 1})
+        backward.update({gather: 2 + 2 * depth, scatter: 2 * depth, end_gather: 1})
+        if work.ac_mode != "none":  # but for the last reduce-scatter of a segment
+            backward.update({gather: 2 * depth, scatter: 2 * depth - math.ceil(depth / work.segment)})
+    if degrees.cp > 1:
+        queries = values * work.model.dim
+        keys = values * (work.model.qkv_features - work.model.dim)  # and values
+        exchanges: Calls = Counter()
+        if work.method == "ulysses":
+            for size in (queries + keys, queries):
+                exchanges[Collective("all-to-all", "cp", size * work.itemsize)] = depth
+            backward += exchanges
+        elif work.method == "all_gather":
+            size = degrees.cp * keys * work.itemsize
+            exchanges[Collective("all-gather", "cp", size)] = depth
+            backward[Collective("reduce-scatter", "cp", size)] = depth
+        else:
+            exchanges[Collective("send", "cp", keys * work.itemsize)] = (degrees.cp - 1) * depth
+            backward += exchanges
+            backward[Collective("send", "cp", keys * work.reduce_itemsize)] += degrees.cp * depth
+        if work.ac_mode != "none" and (work.ac_mode != "selective" or work.method != "ring"):
+            backward += exchanges  # "selective" keeps what the ring received
+        forward += exchanges
     return forward, backward
 
 
-def context_collectives(work: Workload) -> tuple[Calls, Calls]:
-    """Collectives of a micro-batch, forward and backward. ulysses: two exchanges a block and pass;
-    all_gather: one gather, one reduce-scatter; ring: sends.
-
-    The ring's forward passes keys and values on cp - 1 times, its backward again, and their gradients cp
-    times, home. Recomputation repeats those of the forward pass; "selective" keeps what the ring received.
-    """
-    cp, depth = work.degrees.cp, work.model.layers
-    values = work.states_at_once * work.rank_tokens  # a value of each token
-    queries, keys = values * work.model.dim, values * (work.model.qkv_features - work.model.dim)  # and values
-    if work.method == "ulysses":
-        sizes = ((queries + keys) * work.itemsize, queries * work.itemsize)
-        forward: Calls = Counter({Collective("all-to-all", "cp", size): depth for size in sizes})
-        backward: Calls = Counter(forward)
-    elif work.method == "all_gather":
-        forward = Counter({Collective("all-gather", "cp", cp * keys * work.itemsize): depth})
-        backward = Counter({Collective("reduce-scatter", "cp", cp * keys * work.itemsize): depth})
-    else:
-        forward = Counter({Collective("send", "cp", keys * work.itemsize): (cp - 1) * depth})
-        backward = Counter(forward)
-        backward[Collective("send", "cp", keys * work.reduce_itemsize)] += cp * depth
-    # -- the backward pass of a recomputed block begins with its forward pass, and so with its collectives
-    repeated = work.ac_mode != "none" and (work.ac_mode != "selective" or work.method != "ring")
-    return forward, backward + forward if repeated else backward
-
-
-def rollout_collectives(work: Workload) -> tuple[Calls, Calls]:
-    """Collectives along tp and along cp of a step of a rollout that is forecast first and then goes back.
+def rollout_collectives(work: Workload) -> Calls:
+    """Collectives along tp and cp of a step of a rollout that is forecast first and then goes back.
 
     The output is gathered; the gradient of the window is summed over the ranks of the sample, and over tp
     that of the patches.
@@ -74,13 +82,15 @@ def rollout_collectives(work: Workload) -> tuple[Calls, Calls]:
     tokens, window = work.rank_tokens * tp, FLOAT32 * samples * work.history * work.field_values
     patches = samples * tokens * work.model.in_features * (work.itemsize if work.uses_fsdp else FLOAT32)
     output = samples * tokens * work.model.out_features * work.itemsize
-    tensor: Calls = Counter({Collective("all-gather", "tp", output): 1})
-    for size in (window, patches):
-        tensor[Collective("all-reduce", "tp", size)] += 1
-    context = Counter(
-        {Collective("all-gather", "cp", cp * output): 1, Collective("all-reduce", "cp", window): 1}
-    )
-    return tensor if tp > 1 else Counter(), context if cp > 1 else Counter()
+    calls: Calls = Counter()
+    if tp > 1:
+        calls[Collective("all-gather", "tp", output)] = 1
+        for size in (window, patches):
+            calls[Collective("all-reduce", "tp", size)] += 1
+    if cp > 1:
+        calls[Collective("all-gather", "cp", cp * output)] = 1
+        calls[Collective("all-reduce", "cp", window)] = 1
+    return calls
 
 
 # -- how long they take
@@ -122,13 +132,14 @@ def route(cluster: Cluster, degrees: Degrees, axis: str) -> Route:
 
 
 def seconds(kind: str, size: float, on: Route) -> float:
-    """Seconds of one collective of `kind` (planning/collectives.py)."""
+    """Return the seconds of one collective."""
     if on.ranks == 1:
         return 0.0
-    if kind == "all-reduce":
-        return ring_all_reduce(on.ranks, on.ring, size)
-    if kind in ("all-gather", "reduce-scatter"):
-        return ring_all_reduce(on.ranks, on.ring, size) / 2
+    if kind in ("all-reduce", "all-gather", "reduce-scatter"):
+        # 2 (n - 1) alpha + 2 (n - 1) / n S / B; the two halves are a reduce-scatter and an all-gather
+        steps = 2 * (on.ranks - 1)
+        both = steps * on.ring.latency + steps / on.ranks * size / on.ring.bandwidth
+        return both if kind == "all-reduce" else both / 2
     if kind == "all-to-all":
         # Each rank keeps 1 / n, sends some inside its node, the rest over the group's part of the network.
         outside, inside = on.ranks - on.per_node, on.per_node - 1  # ranks to send to
@@ -138,6 +149,9 @@ def seconds(kind: str, size: float, on: Route) -> float:
     return on.ring.latency + size / on.ring.bandwidth  # a send to a neighbour, a broadcast in chunks
 
 
-def ring_all_reduce(ranks: int, link: Link, size: float) -> float:
-    """2 (n - 1) alpha + 2 (n - 1) / n S / B; the two halves are a reduce-scatter and an all-gather."""
-    return 2 * (ranks - 1) * link.latency + 2 * (ranks - 1) / ranks * size / link.bandwidth
+def axis_seconds(calls: Calls, routes: dict[str, Route]) -> dict[str, float]:
+    """Return the seconds of all calls along each axis."""
+    times = defaultdict(float)
+    for call, number in calls.items():
+        times[call.axis] += number * seconds(call.kind, call.size, routes[call.axis])
+    return times

@@ -1,5 +1,6 @@
 """Text and JSON of plan.py: the answer on one screen, then its terms, then the rest."""
 
+import json
 import math
 from typing import Any
 
@@ -7,21 +8,19 @@ from command_line import text_table
 from config import Config
 from parallelisms.degrees import Degrees
 from planning.clusters import Cluster
-from planning.constants import FLOAT32, GIB
+from planning.constants import GIB
 from planning.cost import CostRange
-from planning.known_runs import band_line, band_of, kind_of
-from planning.memory import Memory, memory
+from planning.memory import memory
 from planning.search import (
     SIMPLICITY,
     Plan,
     best_layouts,
-    capacity,
     changes_that_fit,
-    fits,
+    is_accepted,
     layout_options,
     speedups,
 )
-from planning.step_time import StepTime, step_time
+from planning.step_time import step_time
 from planning.workload import Workload
 
 # Stored bytes over decoded ones: float32, blosc lz4 5 with byte shuffle, WeatherBench2's codec. Measured on
@@ -29,25 +28,25 @@ from planning.workload import Workload
 COMPRESSION = 0.72
 
 
-def answer(made: Plan, cluster: Cluster, cost: CostRange, config: Config, searched: bool) -> str:
+def answer(made: Plan, cost: CostRange, config: Config, searched: bool) -> str:
     """Return the main results: time, cost, speed, memory, layout, and the settings that help most.
 
     searched: the layout was found by --layout auto.
     """
-    work, time, saves, every = made.work, made.time, cost.saves, config.checkpoint.interval
-    peak, room, fit = cluster.device.peak["bf16"], capacity(cluster) / GIB, fits(made, cluster)
+    work, time, cluster = made.work, made.time, made.cluster
+    peak, room = cluster.device.peak["bf16"], cluster.capacity / GIB
+    saves, every = cost.saves, config.checkpoint.interval
     nodes = f"{cluster.nodes:,} node{'s' * (cluster.nodes > 1)}"
     rolled = f"; rolled out over {work.rollout_steps} steps" if work.rollout_steps > 1 else ""
-    band = band_of(work, cluster)
-    low, high = band.around(time.total) if band else (0.0, 0.0)
-    within = f", {low:,.3f} to {high:,.3f} by its error band" if band else ""
+    limits = " to ".join(f"{limit:,.3f}" for limit in time.limits or ())
+    within = f", {limits} by its error band" if limits else ""
     # -- texts that the lines below put together: lengths, dollars, saves
     unit, length = ("days", 24) if cost.planned["on demand"]["hours"] > 24 else ("hours", 1)
     dollars = (f"{fleet}: {cost.between(fleet, 'dollars')}" for fleet in cost.planned)
     saved = "none (checkpoint.enable)"
     if config.checkpoint.enable:
         saved = f"every {every} steps = {every * time.total / 60:,.1f} min"
-    if math.isfinite(best := cost.best_interval):
+    if math.isfinite(best := saves.best_interval):
         saved += f"; least cost: every {max(round(best / time.total), 1)} = {best / 60:,.1f} min (Young 1974)"
     # -- a line for each question, in the order in which they are asked
     lines = {
@@ -56,8 +55,8 @@ def answer(made: Plan, cluster: Cluster, cost: CostRange, config: Config, search
         f"{cluster.name}: {cluster.devices} x {cluster.device.name} in {nodes}{rolled}",
         "layout": f"{layout(work)}; global batch {work.global_batch} = {work.local_batch} x "
         f"{work.degrees.dp} ranks x {work.accumulation}; {work.dtype}, checkpointing {work.ac_mode}",
-        "time": f"{cost.between('on demand', 'hours', length, 2)} {unit} for {cost.steps:,} steps; "
-        f"{time.total:,.3f} s a step{within}",
+        "time": f"{cost.between('on demand', 'hours', length, 2)} {unit} "
+        f"for {config.training.steps:,} steps; {time.total:,.3f} s a step{within}",
         "dollars": f"{'; '.join(dollars)} "
         f"({cost.between('on demand', 'hours', 1 / cluster.devices)} device-hours "
         f"at {cluster.on_demand:.2f}, spot {cluster.spot:.2f})",
@@ -66,7 +65,7 @@ def answer(made: Plan, cluster: Cluster, cost: CostRange, config: Config, search
         "speed": f"{time.samples_per_second:,.2f} samples/s, MFU {time.mfu(work, peak):.1%} "
         f"of {peak / 1e12:,.0f} TFLOP/s",
         "memory": f"{made.memory.peak / GIB:.2f} of {room:.2f} GiB of tensors a device: "
-        f"{'fits' if fit else 'DOES NOT FIT'}",
+        f"{'fits' if made.fits else 'DOES NOT FIT'}",
     }
     # -- what a reader should doubt: a slow network inside blocks, figures that were not measured
     if work.degrees.tp * work.degrees.cp > cluster.devices_per_node:
@@ -79,8 +78,8 @@ def answer(made: Plan, cluster: Cluster, cost: CostRange, config: Config, search
     head = [f"{name:<9}{text}" for name, text in lines.items()]
     # -- what to change next
     proposals = []
-    if fit:  # the two settings that shorten a step most
-        for changed in speedups(made, cluster)[:2]:
+    if made.fits:  # the two settings that shorten a step most
+        for changed in speedups(made)[:2]:
             gain, need = changed.time.total / time.total - 1, changed.memory.peak / GIB
             options = layout_options(changed.work, config, cluster.devices)
             proposals.append(
@@ -112,26 +111,30 @@ def layout(work: Workload) -> str:
 # -- tables
 
 
-def memory_table(needed: Memory) -> str:
-    """Return the components at the peak, the largest first."""
-    least = 0.005 * GIB if needed.peak >= GIB else 0.0
-    rows: list[tuple[object, ...]] = [("memory of a rank", "GiB", f"   at the peak: {needed.peak_moment}")]
-    for name, size in sorted(needed.components.items(), key=lambda item: -item[1]):
+def tables(made: Plan) -> str:
+    """Return the components of memory at the peak, and the classes of a step, the largest first."""
+    need, time = made.memory, made.time
+    least = 0.005 * GIB if need.peak >= GIB else 0.0
+    rows: list[tuple[object, ...]] = [("memory of a rank", "GiB", f"   at the peak: {need.peak_moment}")]
+    for name, size in sorted(need.components.items(), key=lambda item: -item[1]):
         if size > least:
             rows.append((f"  {name}", size / GIB))
-    rows.append(("  peak", needed.peak / GIB))
-    return text_table("<36 >10.2f <0", rows)
-
-
-def time_table(work: Workload, time: StepTime, cluster: Cluster) -> str:
-    """Return classes, which add up to the step, and the error band in words."""
+    of_memory = text_table("<36 >10.2f <0", [*rows, ("  peak", need.peak / GIB)])
+    # -- the step: classes add up to the total; communication that nothing hides is among them
     classes = sorted(time.classes.items(), key=lambda item: -item[1])
-    rows = [(f"  {name}", value, value / time.total) for name, value in classes]
-    table = text_table("<36 >10.3f >9.1%", [("a step", "s", "fraction"), *rows, ("  total", time.total)])
+    rows = [("a step", "s", "fraction")]
+    rows += [(f"  {name}", value, value / time.total) for name, value in classes]
+    of_step = text_table("<36 >10.3f >9.1%", [*rows, ("  total", time.total)])
     sent, computed = time.exposed + time.hidden, sum(time.computing.values())
     ratio = f"{sent / computed:.1%} of the computation" if computed else ""
     communication = f"communication: {time.exposed:.3f} s exposed, {time.hidden:.3f} hidden, {ratio}"
-    return f"{table}\n  {communication}\n  {band_line(work, cluster)}"
+    if band := time.band:
+        known = f"band: of {band.runs} published runs ({time.kind}) 80 % took {band.fastest:.2f} to "
+        known += f"{band.slowest:.2f} times their planned time, median {band.median:.2f}"
+    else:
+        fix = "" if made.cluster.anchor else "; train 20 steps with --data.path random, and use --anchor"
+        known = f"no run of this kind is known ({time.kind}){fix}"
+    return f"{of_memory}\n\n{of_step}\n  {communication}\n  {known}"
 
 
 def data_line(read_bytes: float, cluster: Cluster) -> str:
@@ -142,22 +145,16 @@ def data_line(read_bytes: float, cluster: Cluster) -> str:
     return text + (": TOO SLOW, steps wait for their data" if stored > cluster.storage else "")
 
 
-def read_rate(work: Workload, samples_per_second: float) -> float:
-    """Return the decoded bytes a second in float32; each rank that shares a sample reads all of it."""
-    ranks = work.degrees.world / work.degrees.dp
-    return FLOAT32 * work.field_values * work.states_read * samples_per_second * ranks
-
-
-def layouts_table(plans: list[Plan], cluster: Cluster) -> str:
+def layouts_table(plans: list[Plan]) -> str:
     """Return a line a layout, the best first; steps of overlapping bands may take as long as each other."""
     columns = ("layout", "batch", "accum", "checkpointing", "GiB")
     rows: list[tuple[object, ...]] = [("", "", *columns, "step s", "band s", "MFU", "exposed")]
     for number, plan in enumerate(plans, 1):
-        work, time, band = plan.work, plan.time, band_of(plan.work, cluster)
-        around = "-".join(f"{end:.1f}" for end in band.around(time.total)) if band else "?"
+        work, time = plan.work, plan.time
+        around = "-".join(f"{limit:.1f}" for limit in time.limits or ()) or "?"
         batch = (work.micro_batch, work.accumulation, work.ac_mode, plan.memory.peak / GIB)
-        mfu, exposed = time.mfu(work, cluster.device.peak["bf16"]), time.exposed / time.total
-        rows.append((number, "", layout(work), *batch, time.total, around, mfu, exposed))
+        mfu = time.mfu(work, plan.cluster.device.peak["bf16"])
+        rows.append((number, "", layout(work), *batch, time.total, around, mfu, time.exposed / time.total))
     return text_table(">3 <1 <44 >6 >6 >16 >8.1f >9.3f >13 >7.1% >8.1%", rows)
 
 
@@ -166,6 +163,7 @@ def story(work: Workload, cluster: Cluster, steps: int) -> str:
     each with its fastest layout, and what sharing samples by tensor parallelism would take.
     """
     one = work.replace(degrees=Degrees(), local_batch=1, global_batch=1, compiled=False, float8=False)
+    one = one.replace(zero1=False, offload=False)
     ladder: dict[str, dict[str, Any]] = {
         "float32, plain attention": {"dtype": "float32", "attention": "math", "ac_mode": "none"},
         "bfloat16": {"dtype": "bfloat16"},
@@ -175,7 +173,7 @@ def story(work: Workload, cluster: Cluster, steps: int) -> str:
     }
     rows: list[tuple[object, ...]] = [("one sample on one device, each with those above", "GiB")]
     for name, setting in ladder.items():
-        one = one.replace(zero1=False, offload=False, **setting)
+        one = one.replace(**setting)
         rows.append((f"  {name}", memory(one).peak / GIB))
     # -- from one device to all: what scaling costs in efficiency and dollars
     tables = [text_table("<50 >10.2f", rows)]
@@ -185,7 +183,7 @@ def story(work: Workload, cluster: Cluster, steps: int) -> str:
         machine = cluster.with_devices(number)
         best = next(iter(best_layouts(work, machine, 1)), None)
         if best is None:
-            rows.append((f"  {number}: no layout fits", None, None, None, None))
+            rows.append((f"  {number}: no layout fits",))
             continue
         rate = best.time.samples_per_second / number
         single, days = single or rate, steps * best.time.total / 86_400
@@ -198,10 +196,10 @@ def story(work: Workload, cluster: Cluster, steps: int) -> str:
     d, rows = work.degrees, []
     before = step_time(work, cluster).total
     for tp in (2, 4, 8):
-        if d.tp == 1 and d.dp_shard % tp == 0 and work.model.heads % (tp * d.cp) == 0:
-            # The same samples at once: each of the tp ranks has a part of tp times as many.
-            shards = Degrees(d.pp, d.dp_replicate, d.dp_shard // tp, d.cp, tp)
-            shared = work.replace(degrees=shards, local_batch=work.local_batch * tp)
+        # The same samples at once: each of the tp ranks has a part of tp times as many.
+        shards = Degrees(d.pp, d.dp_replicate, d.dp_shard // tp, d.cp, tp)
+        shared = work.replace(degrees=shards, local_batch=work.local_batch * tp)
+        if shards.world == d.world and is_accepted(shared):
             change = step_time(shared, cluster).total / before - 1
             rows.append((f"  over {tp} ranks", memory(shared).peak / GIB, f"{change:+.0%}"))
     head = ("the layout as configured, with tensor parallelism", "GiB", "step")
@@ -209,10 +207,10 @@ def story(work: Workload, cluster: Cluster, steps: int) -> str:
     return "\n\n".join(tables)
 
 
-def as_json(plan: Plan, cluster: Cluster, cost: CostRange, read_bytes: float) -> dict[str, Any]:
-    """Everything in base units: bytes, seconds, dollars. read_bytes: a second."""
-    work, time, band = plan.work, plan.time, band_of(plan.work, cluster)
-    return {
+def as_json(plan: Plan, cost: CostRange, steps: int) -> dict[str, Any]:
+    """Everything in base units: bytes, seconds, dollars; null for infinity. steps: of the run."""
+    work, time, cluster = plan.work, plan.time, plan.cluster
+    values = {
         "degrees": vars(work.degrees),
         "local_batch_size": work.local_batch,
         "global_batch_size": work.global_batch,
@@ -221,16 +219,20 @@ def as_json(plan: Plan, cluster: Cluster, cost: CostRange, read_bytes: float) ->
         "parameters": work.model.parameters,
         "model_flops_per_sample": work.sample_flops,
         "memory": {"peak": plan.memory.peak, "moment": plan.memory.peak_moment, **plan.memory.components},
-        "capacity": capacity(cluster),
-        "fits": fits(plan, cluster),
+        "capacity": cluster.capacity,
+        "fits": plan.fits,
         "step_seconds": time.total,
-        "step_seconds_band": band.around(time.total) if band else None,
-        "error_kind": kind_of(work, cluster),
+        "step_seconds_band": time.limits,
+        "error_kind": time.kind,
         "classes": time.classes,
         "hidden_seconds": time.hidden,
         "samples_per_second": time.samples_per_second,
-        "read_bytes_per_second": read_bytes,
+        "read_bytes_per_second": cost.read_bytes,
         "storage_bytes_per_second": cluster.nodes * cluster.storage,
         "mfu": time.mfu(work, cluster.device.peak["bf16"]),
-        **cost.as_json(),
+        "steps": steps,
+        "cost": {"fleets": cost.planned},
+        "cost_band": [{"fleets": costs} for costs in cost.ends] or None,
+        "saves": vars(cost.saves),
     }
+    return json.loads(json.dumps(values), parse_constant=lambda infinity: None)

@@ -1,20 +1,20 @@
 """Search over layouts of a job on a cluster: the fastest that fit, and changes with which a job fits."""
 
-import dataclasses
 import json
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import product
+from operator import attrgetter
 from typing import Any
 
 from config import Config
 from errors import refuse
 from parallelisms.degrees import Degrees
 from planning.clusters import Cluster
-from planning.constants import ALLOCATOR_SLACK, GIB
+from planning.constants import GIB
 from planning.memory import Memory, memory
 from planning.step_time import StepTime, step_time
-from planning.workload import Workload
+from planning.workload import SETTINGS, Workload
 
 DEGREES = (1, 2, 4, 8, 16)  # of pipelines and of context parallelism
 MAX_MICRO_BATCH = 64
@@ -26,11 +26,18 @@ Change = tuple[frozenset[str], Workload]  # what is changed, and the workload th
 
 @dataclass(frozen=True)
 class Plan:
-    """A workload, what it needs and how long a step takes on `devices` devices."""
+    """A workload, what it needs and how long a step takes on a cluster."""
 
     work: Workload
+    cluster: Cluster
     memory: Memory
     time: StepTime
+
+    @property
+    def fits(self) -> bool:
+        """True if it fits on the device and, with cpu_offload, in the host memory shared by a node."""
+        on_host = self.memory.host * min(self.cluster.devices_per_node, self.work.degrees.world)
+        return self.memory.peak <= self.cluster.capacity and on_host <= self.cluster.host_memory
 
     @property
     def device_seconds(self) -> float:
@@ -38,19 +45,16 @@ class Plan:
         return self.time.total * self.work.degrees.world
 
     @property
-    def techniques(self) -> int:
-        """Number of techniques that are on, besides DDP, or FSDP over all ranks."""
+    def score(self) -> float:
+        """Seconds of a step, longer by SIMPLICITY for each technique besides DDP, or FSDP over all ranks."""
         d, w = self.work.degrees, self.work
         axes = [d.pp > 1, d.cp > 1, d.tp > 1, d.dp_shard * d.cp > 1, d.dp_replicate > 1 and d.dp_shard > 1]
-        return sum(axes) + (w.ac_mode != "none") + w.offload + (w.reshard != "default")
-
-    @property
-    def score(self) -> float:
-        return self.time.total * (1 + SIMPLICITY * self.techniques)
+        techniques = sum(axes) + (w.ac_mode != "none") + w.offload + (w.reshard != "default")
+        return self.time.total * (1 + SIMPLICITY * techniques)
 
 
 def plan(work: Workload, cluster: Cluster) -> Plan:
-    return Plan(work, memory(work), step_time(work, cluster))
+    return Plan(work, cluster, memory(work), step_time(work, cluster))
 
 
 def check_device(work: Workload, cluster: Cluster) -> None:
@@ -60,64 +64,53 @@ def check_device(work: Workload, cluster: Cluster) -> None:
         refuse("float8.enable", True, reason)
 
 
-def fits(made: Plan, cluster: Cluster) -> bool:
-    """Return True if it fits on the device and, with cpu_offload, in the host memory shared by a node."""
-    ranks = min(cluster.devices_per_node, made.work.degrees.world)
-    on_host = made.memory.host * ranks
-    return made.memory.peak <= capacity(cluster) and on_host <= cluster.host_memory
-
-
-def capacity(cluster: Cluster) -> float:
-    """Bytes that the tensors of a step may have on a device: its allocator needs more for them."""
-    slack = 0.0 if cluster.shared else ALLOCATOR_SLACK
-    return (cluster.device.memory - cluster.device.reserved) / (1 + slack)
-
-
 def best_layouts(work: Workload, cluster: Cluster, number: int = 10) -> list[Plan]:
     """Return the fastest plans that fit, best first, one per layout with its best batch and checkpointing."""
     best: dict[Degrees, Plan] = {}
     for candidate in candidates(work, cluster):
         need = memory(candidate)
-        if need.peak <= capacity(cluster):
-            made = Plan(candidate, need, step_time(candidate, cluster))
+        if need.peak <= cluster.capacity:
+            made = Plan(candidate, cluster, need, step_time(candidate, cluster))
             known = best.setdefault(candidate.degrees, made)
             best[candidate.degrees] = min(known, made, key=lambda p: p.score)
     return sorted(best.values(), key=lambda p: p.score)[:number]
 
 
 def candidates(work: Workload, cluster: Cluster) -> Iterator[Workload]:
-    """Every layout x mode of activation checkpointing x micro-batch that train.py would accept, compiled."""
-    modes = dict.fromkeys(("none", "selective", "full", work.ac_mode))
+    """Every layout x mode of activation checkpointing x micro-batch that train.py would accept, compiled.
+
+    Tensor parallelism stays inside a node; shards are over all ranks, or over a node or less with replicas.
+    """
+    modes = dict.fromkeys(["none", "selective", "full", work.ac_mode])
     work = work.replace(compiled=True, offload=False, zero1=False)
-    for degrees in layouts(work, cluster):
-        samples = work.global_batch // degrees.dp  # of a rank, in a step
-        batches = [n for n in divisors(samples) if n <= MAX_MICRO_BATCH]
-        if degrees.pp > 1:  # fewer than twice as many as stages leave the pipeline idle for a third
-            batches = [n for n in batches if samples // n >= degrees.pp][:3]
-        for mode, batch in product(modes, batches):
-            changed = work.replace(degrees=degrees, ac_mode=mode)
-            if degrees.pp > 1:
-                yield changed.replace(local_batch=samples, pipeline_micro_batch=batch, schedule="1F1B")
-                continue
-            yield changed.replace(local_batch=batch, reshard="default")
-            if degrees.uses_fsdp:  # ZeRO-2: gathers are not repeated for accumulated micro-batches
-                yield changed.replace(local_batch=batch, reshard="never")
-
-
-def layouts(work: Workload, cluster: Cluster) -> Iterator[Degrees]:
-    """Tensor parallelism stays inside a node; shards over all ranks, or over a node or less and replicas."""
     world, node = cluster.devices, min(cluster.devices_per_node, cluster.devices)
-    heads = work.model.heads
     for pp, tp, cp in product(DEGREES, divisors(node), DEGREES):
         rest = world // (pp * tp * cp)
-        if pp > work.model.layers or heads % (tp * cp) or (pp > 1 and cp > 1):
-            continue
-        if cp > 1 and work.method != "ulysses" and work.model.window_tokens:
-            continue  # others do not keep the tokens of a window on one rank
-        if rest * pp * tp * cp == world and work.global_batch % rest == 0:
-            for shard in sorted({1, max(node // (tp * cp), 1), rest}):
-                if rest % shard == 0:
-                    yield Degrees(pp, rest // shard, shard, cp, tp)
+        for shard in sorted({1, max(node // (tp * cp), 1), max(rest, 1)}):
+            degrees = Degrees(pp, rest // shard, shard, cp, tp)
+            layout = work.replace(degrees=degrees, local_batch=1)
+            if degrees.world != world or (pp > 1 and cp > 1) or not is_accepted(layout):
+                continue
+            samples = work.global_batch // degrees.dp  # of a rank, in a step
+            batches = [n for n in divisors(samples) if n <= MAX_MICRO_BATCH]
+            if pp > 1:  # fewer than twice as many as stages leave the pipeline idle for a third
+                layout = layout.replace(local_batch=samples, schedule="1F1B")
+                batches = [n for n in batches if samples // n >= pp][:3]
+            for mode, batch in product(modes, batches):
+                if pp > 1:
+                    yield layout.replace(ac_mode=mode, pipeline_micro_batch=batch)
+                    continue
+                yield layout.replace(ac_mode=mode, local_batch=batch, reshard="default")
+                if degrees.uses_fsdp:  # ZeRO-2: gathers are not repeated for accumulated micro-batches
+                    yield layout.replace(ac_mode=mode, local_batch=batch, reshard="never")
+
+
+def is_accepted(work: Workload) -> bool:
+    """Return True if train.py accepts how heads, windows, blocks and batches are divided."""
+    d, model = work.degrees, work.model
+    cuts_windows = d.cp > 1 and work.method != "ulysses" and bool(model.window_tokens)
+    is_divided = model.heads % (d.tp * d.cp) == 0 and work.global_batch % (work.local_batch * d.dp) == 0
+    return is_divided and d.pp <= model.layers and not cuts_windows
 
 
 def divisors(n: int) -> list[int]:
@@ -147,17 +140,17 @@ def changes_that_fit(work: Workload, cluster: Cluster) -> list[Plan]:
     return list(cheapest.values())[:3]
 
 
-def speedups(made: Plan, cluster: Cluster) -> list[Plan]:
+def speedups(made: Plan) -> list[Plan]:
     """Return the plans after single changes that fit on the same devices and make a step of the same samples
     faster, one per key, fastest first. More ranks per sample save memory, not time.
     """
     tried, d = [], made.work.degrees
-    for keys, after in changes(made.work, cluster):
+    for keys, after in changes(made.work, made.cluster):
         new = after.degrees
         if new.world == d.world and new.tp <= d.tp and new.cp <= d.cp:
             tried.append((keys, after))
     faster: dict[frozenset[str], Plan] = {}
-    for keys, changed in sorted(fitting(tried, cluster), key=lambda change: change[1].time.total):
+    for keys, changed in sorted(fitting(tried, made.cluster), key=lambda change: change[1].time.total):
         if changed.time.total < (1 - SIMPLICITY) * made.time.total:
             faster.setdefault(keys, changed)
     return list(faster.values())
@@ -175,25 +168,14 @@ def layout_options(work: Workload, config: Config, devices: int) -> str:
         "parallelism.tensor_parallel_degree": d.tp,
         "parallelism.context_parallel_degree": d.cp,
         "parallelism.pipeline_parallel_degree": d.pp,
-        "parallelism.fsdp_reshard_after_forward": work.reshard,
-        "parallelism.cpu_offload": work.offload,
-        "training.local_batch_size": work.local_batch,
-        "training.mixed_precision_param": work.dtype,
-        "float8.enable": work.float8,
-        "activation_checkpoint.mode": work.ac_mode,
-        "compile.enable": work.compiled,
     }
-    if d.pp > 1:
-        wanted["parallelism.pipeline_parallel_schedule"] = work.schedule
-        wanted["parallelism.pipeline_parallel_microbatch_size"] = work.micro_batch
+    wanted |= {key: getattr(work, name) for name, key in SETTINGS.items()}
     if config.training.global_batch_size != -1 or work.accumulation > 1:
         wanted["training.global_batch_size"] = work.global_batch
     # -- only what differs from the configuration, so that the command can be read
-    sections = dataclasses.asdict(config).items()
-    configured = {f"{section}.{key}": value for section, keys in sections for key, value in keys.items()}
     words = [f"{d.world} devices"] * (d.world != devices)
     for key, value in wanted.items():
-        if value != configured[key]:
+        if value != attrgetter(key)(config):
             words.append(f"--{key} {json.dumps(value) if isinstance(value, bool) else value}")
     return " ".join(words) or "as configured"
 
@@ -211,8 +193,8 @@ def fitting(tried: Iterable[Change], cluster: Cluster) -> list[tuple[frozenset[s
     """Return the plans that fit, each on as many devices of this machine as it takes."""
     plans = []
     for keys, work in tried:
-        machine = cluster.with_devices(work.degrees.world)
-        if fits(made := plan(work, machine), machine):
+        made = plan(work, cluster.with_devices(work.degrees.world))
+        if made.fits:
             plans.append((keys, made))
     return plans
 
@@ -234,21 +216,16 @@ def changes(work: Workload, cluster: Cluster) -> Iterator[Change]:
     if d.dp_replicate > 1 and not work.zero1:  # which has replicas alone
         named.append((frozenset(["dp_replicate"]), {"degrees": Degrees(d.pp, 1, d.dp, d.cp, d.tp)}))
     # Layouts change along one axis, in exchange for shards: the number of ranks stays.
-    axes = [] if work.zero1 else ["tp", "cp"]
-    if work.method != "ulysses" and work.model.window_tokens:
-        axes = axes[:1]
-    for axis, n in product(axes, (1, 2, 4, 8)):
+    for axis, n in product(() if work.zero1 else ("tp", "cp"), (1, 2, 4, 8)):
         layout = Degrees(**{**vars(d), axis: n, "dp_shard": d.dp_shard * getattr(d, axis) // n})
-        if layout.world == d.world and work.model.heads % (layout.tp * layout.cp) == 0:
-            if work.global_batch % (work.local_batch * layout.dp) == 0:
-                named.append((frozenset([axis]), {"degrees": layout}))
-    for key, changed in named:
-        after = work.replace(**changed)
-        if after != work:
-            yield key, after
+        if layout.world == d.world:
+            named.append((frozenset([axis]), {"degrees": layout}))
     # With more devices each has fewer micro-batches of the same global batch.
     for factor in (2, 4, 8):
         replicas = factor if work.zero1 else 1
         more = Degrees(d.pp, d.dp_replicate * replicas, d.dp_shard * factor // replicas, d.cp, d.tp)
-        if work.global_batch % (more.dp * work.local_batch) == 0:
-            yield frozenset(["devices"]), work.replace(degrees=more)
+        named.append((frozenset(["devices"]), {"degrees": more}))
+    for key, changed in named:
+        after = work.replace(**changed)
+        if after != work and is_accepted(after):
+            yield key, after

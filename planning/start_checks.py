@@ -49,15 +49,15 @@ from jobs.preemption import started_at
 from jobs.watchdog import Watchdog
 from models.attention import check_backend
 from models.registry import build_model, registered
-from models.weather_model import GridModel, TokenModel
+from models.weather_model import GridModel, TokenModel, WeatherModel
 from parallelisms.degrees import check_processes, num_ranks, number_in_environment
 from parallelisms.domain_parallel import choose_tiles
 from parallelisms.float8 import check_float8, float8_layers
 from parallelisms.pipeline import SPLIT_BACKWARD
-from planning.clusters import Cluster, load_cluster, machine_known_as
+from planning.clusters import load_cluster, machine_known_as
 from planning.constants import GIB
 from planning.cost import checkpoint_size, checkpoint_storage
-from planning.search import Plan, capacity, cheapest_changes, fits, plan
+from planning.search import Plan, cheapest_changes, plan
 from planning.workload import workload_of
 from training.loggers.opening import check_loggers
 from training.process_settings import host_memory
@@ -82,17 +82,15 @@ def open_checked(config: Config) -> Selection:
     may_convert = int(os.environ.get("WORLD_SIZE", "1")) == 1
     selection = open_for_training(data, patch_size, lead_hours, longest, may_convert)
     grid, num_variables = selection.archive.grid, len(selection.variables)
-    check_model(config, grid)
+    model = check_model(config, grid, num_variables)
 
     # -- a lower bound of any run: the parameters of the ranks here, and the fields of one batch
     gpus, batch = range(torch.cuda.device_count()), config.training.local_batch_size
     memory = host_memory() + sum(torch.cuda.get_device_properties(gpu).total_memory for gpu in gpus)
-    model = build_model(config.model, num_variables, 0, grid.shape, grid.periodic)
     width = "dim" if isinstance(model, TokenModel) else "width"
     hosts = max(num_ranks() // local_ranks()[1], 1)
     parameters = 4 * sum(parameter.numel() for parameter in model.parameters()) // hosts
-    states = data.history + max(config.training.rollout_steps)  # inputs and targets
-    fields = states * 4 * batch * num_variables * math.prod(grid.shape)
+    fields = (data.history + longest) * 4 * batch * num_variables * math.prod(grid.shape)
     for key, value, what, needed in (
         (f"model.{width}", getattr(config.model, width), "the parameters", parameters),
         ("training.local_batch_size", batch, "so many samples", fields),
@@ -151,8 +149,10 @@ def check_folder(key: str, folder: Path, data: Data) -> None:
         refuse(key, str(folder), f"{there} is no folder that can be written to ({error.strerror})")
 
 
-def check_model(config: Config, grid: Grid) -> None:
-    """Check what depends on the grid of the data and on the model's layers. Raises ConfigError."""
+def check_model(config: Config, grid: Grid, num_variables: int = 1) -> WeatherModel:
+    """Check what depends on the grid of the data and on the model's layers; return the model, on the meta
+    device. Raises ConfigError.
+    """
     # -- losses and inputs that need a whole globe, or a boundary that needs a region
     is_global = grid.periodic and (np.abs(latitude_bounds(grid.latitude)[[0, -1]]) == 90).all()
     names, width = list(config.model.conserve), config.data.boundary_width
@@ -170,7 +170,7 @@ def check_model(config: Config, grid: Grid) -> None:
     require(is_equal or augmentation != "roll_and_mirror", "training.augmentation", augmentation, reason)
     # -- the model itself, on the meta device: what shards its grid, its tokens or its layers
     degree = config.parallelism.context_parallel_degree
-    model = build_model(config.model, 1, 0, grid.shape, grid.periodic)
+    model = build_model(config.model, num_variables, 0, grid.shape, grid.periodic)
     if isinstance(model, GridModel):
         choose_tiles(degree, model.padded_shape, model.multiple)
     elif isinstance(model, TokenModel) and degree > model.num_tokens:
@@ -178,12 +178,13 @@ def check_model(config: Config, grid: Grid) -> None:
         refuse("parallelism.context_parallel_degree", degree, reason)
     elif config.float8.enable:
         float8_layers(model, config.parallelism.tensor_parallel_degree)
+    return model
 
 
 # -- what the planner expects here
 
 
-def plan_here(config: Config, selection: Selection, world_size: int) -> tuple[Plan, Cluster] | None:
+def plan_here(config: Config, selection: Selection, world_size: int) -> Plan | None:
     """Return the plan of a run on this machine; None for models, adapters and GPUs that the planner does not
     know.
     """
@@ -199,11 +200,10 @@ def plan_here(config: Config, selection: Selection, world_size: int) -> tuple[Pl
     else:  # which the ranks share
         memory, cluster = host_memory() // local, replace(cluster, host_memory=host_memory())
     device = replace(cluster.device, memory=memory)
-    cluster = replace(cluster, device=device, devices_per_node=local, devices=world_size)
-    return plan(work, cluster), cluster
+    return plan(work, replace(cluster, device=device, devices_per_node=local, devices=world_size))
 
 
-def check_room(config: Config, made: Plan, cluster: Cluster) -> str:
+def check_room(config: Config, made: Plan) -> str:
     """Return a warning with the fix where the planner expects more memory than a rank has, or else "".
     ConfigError if the disk has no room for the checkpoints that are still to come.
     """
@@ -214,12 +214,11 @@ def check_room(config: Config, made: Plan, cluster: Cluster) -> str:
     reason = f"{needed / GIB:,.3f} GiB of checkpoints are to come, and its disk has {free / GIB:,.3f} free"
     reason += "; make room, or lower checkpoint.keep_latest_k"
     require(needed <= free or not config.checkpoint.enable, "job.dump_folder", str(folder), reason)
-    if fits(made, cluster):
+    if made.fits:
         return ""
-    planned = (
-        f"{made.memory.peak / GIB:.2f} GiB a rank are planned, and there are {capacity(cluster) / GIB:.2f}"
-    )
-    return f"{planned}: {cheapest_changes(made.work, cluster, config)}"
+    room, peak = made.cluster.capacity / GIB, made.memory.peak / GIB
+    fix = cheapest_changes(made.work, made.cluster, config)
+    return f"{peak:.2f} GiB a rank are planned, and there are {room:.2f}: {fix}"
 
 
 @contextmanager
@@ -244,34 +243,34 @@ def run_with_watchdog(config: Config) -> Iterator[Watchdog]:
             rank = f"rank {os.environ.get('RANK', '0')} ({socket.gethostname()}, pid {os.getpid()})"
             place = f"{rank} in step {activity.step}, {activity.describe_phase()}"
             # Of CUDA's message what was asked for, the memory of the device, and what is free.
-            reason = f"{place}: out of memory ({'. '.join(text.split('. ')[:3])})"
+            asked = ". ".join(text.split(". ")[:3])
             traceback.clear_frames(error.__traceback__)  # frees tensors, for the explanation takes memory
             gc.collect()
             if watchdog.selection is None:  # nor are they opened now
-                raise RunFailed(f"{reason}; the data were being opened") from None
-            planned = plan_here(config, watchdog.selection, int(os.environ.get("WORLD_SIZE", "1")))
-            if planned is None:
+                explanation = "the data were being opened"
+            elif made := plan_here(config, watchdog.selection, int(os.environ.get("WORLD_SIZE", "1"))):
+                device, peak = made.cluster.device, made.memory.peak
+                less = min(device.memory, round(TARGET * peak) + device.reserved)
+                room = replace(made.cluster, device=replace(device, memory=less))
+                largest = sorted(made.memory.components.items(), key=lambda component: -component[1])[:3]
+                named = ", ".join(f"{name} {size / GIB:.2f} GiB" for name, size in largest)
+                explanation = (
+                    f"the planner expects a peak of {peak / GIB:.2f} GiB a rank, in "
+                    f"{made.memory.peak_moment}: {named}; there are {made.cluster.capacity / GIB:.2f} GiB; "
+                    f"{cheapest_changes(made.work, room, config)}"
+                )
+            else:
                 fix = "plan.py --dry_run measures what a layout needs"
-                raise RunFailed(f"{reason}; the planner does not know this model or GPU: {fix}") from None
-            made, cluster = planned
-            less = min(cluster.device.memory, round(TARGET * made.memory.peak) + cluster.device.reserved)
-            room = replace(cluster, device=replace(cluster.device, memory=less))
-            largest = sorted(made.memory.components.items(), key=lambda component: -component[1])[:3]
-            named = ", ".join(f"{name} {size / GIB:.2f} GiB" for name, size in largest)
-            raise RunFailed(
-                f"{reason}; the planner expects a peak of {made.memory.peak / GIB:.2f} GiB a rank, in "
-                f"{made.memory.peak_moment}: {named}; there are {capacity(cluster) / GIB:.2f} GiB; "
-                f"{cheapest_changes(made.work, room, config)}"
-            ) from None
+                explanation = f"the planner does not know this model or GPU: {fix}"
+            raise RunFailed(f"{place}: out of memory ({asked}); {explanation}") from None
 
 
 def main(argv: list[str]) -> None:
     with one_line_errors():
         config = start(argv, __doc__, None)
-        if planned := plan_here(config, open_checked(config), num_ranks()):
-            made, cluster = planned
-            if warning := check_room(config, made, cluster):
-                print_message(f"warning: {warning}")
+        made = plan_here(config, open_checked(config), num_ranks())
+        if made and (warning := check_room(config, made)):
+            print_message(f"warning: {warning}")
 
 
 if __name__ == "__main__":

@@ -5,27 +5,40 @@ Computation is a roofline by class of kernel: work over the rate that the class 
 While a block computes, the parameters of the next are gathered and the gradients of the last reduced; only
 the time beyond the computation is exposed. Collectives of tensor and context parallelism, except the ring's,
 are between operations and fully exposed.
+
+planning/error_bands.toml has the errors of plans of published runs by kind, which
+benchmarks/planner_published.py writes. A kind that is not there has too few runs.
 """
 
+import tomllib
 from collections import Counter, defaultdict
 from dataclasses import dataclass
+from pathlib import Path
 from statistics import NormalDist
 
 from planning import constants
-from planning.architecture import count, cut, padded
 from planning.clusters import Cluster, Device
 from planning.constants import FLOAT32
 from planning.memory import shard_parameters, stage_shapes, unit_bytes
-from planning.network import (
-    context_collectives,
-    rollout_collectives,
-    route,
-    seconds,
-    tensor_collectives,
-)
-from planning.workload import Workload
+from planning.network import axis_seconds, rollout_collectives, route, sample_collectives, seconds
+from planning.workload import Workload, count, cut, padded
 
 Times = dict[str, float]  # class of kernel -> seconds
+BANDS = Path(__file__).with_name("error_bands.toml")
+ANCHORED = "anchored, "  # before a kind of layout: planned with a measured run of the same kind and machine
+
+
+@dataclass(frozen=True)
+class Band:
+    """Measured over planned seconds of a step: limits of four fifths of the runs, and the median."""
+
+    runs: int
+    fastest: float
+    median: float
+    slowest: float
+
+
+ERROR_BANDS = {name: Band(**keys) for name, keys in tomllib.loads(BANDS.read_text(encoding="utf-8")).items()}
 
 
 @dataclass(frozen=True)
@@ -36,7 +49,9 @@ class StepTime:
     communicating: dict[str, float]  # exposed
     waiting: dict[str, float]
     samples: int  # of the global batch
-    hidden: float = 0.0  # seconds of collectives of parameters and gradients, while others compute
+    hidden: float  # seconds of collectives of parameters and gradients, while others compute
+    kind: str  # of known runs: with this kind of layout, anchored or not
+    band: Band | None  # None: too few runs of this kind are known, or none on a CPU
 
     @property
     def classes(self) -> dict[str, float]:
@@ -47,6 +62,11 @@ class StepTime:
     @property
     def total(self) -> float:
         return sum(self.classes.values())
+
+    @property
+    def limits(self) -> tuple[float, float] | None:
+        """The fastest and the slowest step by the error band; None: no run of the kind is known."""
+        return (self.total * self.band.fastest, self.total * self.band.slowest) if self.band else None
 
     @property
     def exposed(self) -> float:
@@ -64,41 +84,56 @@ class StepTime:
 
 def step_time(work: Workload, cluster: Cluster) -> StepTime:
     """Return the seconds of a step on the slowest rank, scaled by the cluster's anchor if there is one."""
-    device, layers = cluster.device, work.rank_layers
+    device, layers, rows = cluster.device, work.rank_layers, rank_rows(work)
     axes = ("fsdp", "dp_replicate", "cp", "tp", "pp")
     routes = {axis: route(cluster, work.degrees, axis) for axis in axes}
     passes = (work.passes + work.forecasts, work.passes)  # of a step, forward and backward
+    computing: Times = defaultdict(float)
+    communicating: Times = defaultdict(float)
+    in_block, inside = [], 0.0  # of a micro-batch: one block forward and backward; all that communicates
 
-    # -- what computes: blocks, ends and fields of all passes, and the update
-    computing, in_block = (
-        defaultdict(float),
-        [],
-    )  # in_block: of one block and micro-batch, forward and backward
-    for is_backward, number in enumerate(passes):
-        times = linear_seconds(work, device, bool(is_backward))
-        times["attention"] = attention_seconds(work, device, bool(is_backward))
-        times["elementwise"] = elementwise_seconds(work, device, bool(is_backward))
-        if is_backward and work.ac_mode != "none":
+    for backward, number in zip((False, True), passes, strict=True):
+        # -- what computes in a block
+        times = linear_seconds(work, device, backward)
+        times["attention"] = attending = attention_seconds(work, device, backward)
+        times["elementwise"] = elementwise_seconds(work, device, backward)
+        if backward and work.ac_mode != "none":
             again = elementwise_seconds(work, device, backward=False)
             if work.ac_mode != "selective":
                 again += sum(linear_seconds(work, device, False).values())
                 again += attention_seconds(work, device, False)
                 if not work.compiled:  # recomputation stops before the last product of a segment
                     outputs, inputs = cut(work.model.block, work.degrees.tp)["mlp.down.weight"]
-                    last = device.linear_seconds(rank_rows(work), inputs, outputs, work.dtype, False)
-                    again -= last / work.segment
+                    again -= device.linear_seconds(rows, inputs, outputs, work.dtype, False) / work.segment
             times["recomputed"] = again
         in_block.append(sum(times.values()))
         for name, value in times.items():
             computing[name] += number * layers * value
-    rows, shapes = rank_rows(work), cut(work.model.first | work.model.last, work.degrees.tp)
-    outputs, inputs = shapes["head.weight"]
-    embedding = shapes.get("patch_embedding.weight")
-    for is_backward, number in enumerate(passes):  # the ends are never in float8
-        seconds_of_ends = device.linear_seconds(rows, inputs, outputs, work.dtype, bool(is_backward))
-        if embedding:  # no gradient goes into the patches
-            seconds_of_ends += device.linear_seconds(rows, embedding[1], embedding[0], work.dtype, False)
-        computing["matmul"] += number * seconds_of_ends
+
+        # -- what communicates within a sample: collectives of tp and cp, and the sends of a pipeline
+        of_axes = dict.fromkeys(("tp", "cp"), 0.0) | axis_seconds(sample_collectives(work)[backward], routes)
+        of_axes = {axis: transfer * layers / work.model.layers for axis, transfer in of_axes.items()}
+        if work.method == "ring":  # which attention hides
+            hidden = layers * attending * (1 - 1 / work.degrees.cp)
+            of_axes["cp"] = max(of_axes["cp"] - hidden, 0.0)
+        # A stage sends its tokens on, and their gradients back, and waits for those of its neighbours.
+        of_axes["pp"] = work.stages_of_rank * seconds("send", unit_bytes(work), routes["pp"])
+        if work.stages_of_rank > 1:  # of one stage while the next computes
+            of_axes["pp"] = max(of_axes["pp"] - layers * in_block[backward], 0.0)
+        for axis, transfer in of_axes.items():
+            communicating[axis] += number * transfer
+            inside += transfer
+    for axis, transfer in axis_seconds(rollout_collectives(work), routes).items():
+        communicating[axis] += work.forecasts * transfer * (work.degrees.pp == 1)
+
+    # -- what computes outside blocks: the ends of the model, which are never in float8, fields, the update
+    shapes = cut(work.model.first | work.model.last, work.degrees.tp)
+    head, embedding = (
+        device.linear_seconds(rows, inputs, outputs, work.dtype, backward=False)
+        for outputs, inputs in (shapes["head.weight"], shapes.get("patch_embedding.weight", (0, 0)))
+    )
+    computing["matmul"] += passes[0] * (head + embedding)
+    computing["matmul"] += passes[1] * (2 * head + embedding)  # no gradient goes into the patches
     # Fields of a micro-batch are normalised, cut, weighted, and their errors summed, in float32.
     newest, older = constants.FIELD_PASSES[work.compiled]
     pairs = constants.PAIR_PASSES * work.members * (work.members > 1 and not work.compiled)
@@ -116,35 +151,13 @@ def step_time(work: Workload, cluster: Cluster) -> StepTime:
         kernels = device.elementwise_seconds(update_bytes(work) / owners)
         of_all = (constants.CLIP_BYTES + constants.AVERAGE_BYTES * work.ema) * shard_parameters(work)
         products = 0.0
-        for m, n in map(sorted, work.model.matrices if work.optimizer == "Muon" else ()):
-            for inputs, outputs in ((n, m), (m, m), (m, n)):
-                products += device.linear_seconds(m, inputs, outputs, work.dtype, False)
+        for shape in work.model.block.values() if work.optimizer == "Muon" else ():
+            if len(shape) == 2:
+                m, n = sorted(shape)
+                for inputs, outputs in ((n, m), (m, m), (m, n)):
+                    products += device.linear_seconds(m, inputs, outputs, work.dtype, False)
         products *= constants.ITERATIONS * work.rank_layers / owners
         computing["update"] = kernels + device.elementwise_seconds(of_all) + products
-
-    # -- what communicates within a sample: collectives of tp and cp, and the sends of a pipeline
-    communicating: Times = defaultdict(float)
-    inside = 0.0  # of a micro-batch, forward and backward
-    for is_backward, number in enumerate(passes):
-        of_axes = {}
-        for axis, collectives in (("tp", tensor_collectives), ("cp", context_collectives)):
-            calls = collectives(work)[is_backward]
-            transfer = sum(n * seconds(call.kind, call.size, routes[axis]) for call, n in calls.items())
-            of_axes[axis] = transfer * layers / work.model.layers
-        if work.method == "ring":  # which attention hides
-            attending = layers * attention_seconds(work, device, bool(is_backward))
-            of_axes["cp"] = max(of_axes["cp"] - attending * (1 - 1 / work.degrees.cp), 0.0)
-        # A stage sends its tokens on, and their gradients back, and waits for those of its neighbours.
-        of_axes["pp"] = work.stages_of_rank * seconds("send", unit_bytes(work), routes["pp"])
-        if work.stages_of_rank > 1:  # of one stage while the next computes
-            of_axes["pp"] = max(of_axes["pp"] - layers * in_block[is_backward], 0.0)
-        for axis, transfer in of_axes.items():
-            communicating[axis] += number * transfer
-            inside += transfer
-    if work.degrees.pp == 1:
-        for axis, calls in zip(("tp", "cp"), rollout_collectives(work), strict=True):
-            transfer = sum(n * seconds(call.kind, call.size, routes[call.axis]) for call, n in calls.items())
-            communicating[axis] += work.forecasts * transfer
 
     # -- data parallelism, of which a part is hidden; what is hidden slows what computes. FSDP reduces and
     # scatters gradients in every pass, and all-reduces them over replicas (HSDP) in the last. Those of a
@@ -166,14 +179,15 @@ def step_time(work: Workload, cluster: Cluster) -> StepTime:
         gather = seconds("all-gather", work.itemsize * block, routes["fsdp"])
         scatter = seconds("reduce-scatter", work.reduce_itemsize * block, routes["fsdp"])
         all_reduce = seconds("all-reduce", work.reduce_itemsize * shard, replicas)
-        forwards = work.passes + work.forecasts * work.gathers_again
+        gathers_again = not work.stays_gathered and work.reshard != "never"  # in the backward pass
+        forwards = work.passes + work.forecasts * gathers_again
         forwards = work.reductions if work.stays_gathered else forwards
-        gathers = forwards + work.passes * work.gathers_again
+        gathers = forwards + work.passes * gathers_again
         total = layers * (gathers * gather + work.reductions * scatter + all_reduce)
         copy = FLOAT32 * shard / cluster.host_link * work.offload
         gather += copy
         scatter += copy
-        again = gather * work.gathers_again  # in the backward pass, on the same network as reductions
+        again = gather * gathers_again  # on the same network as reductions
         exposed = forwards * (gather + (layers - 1) * max(gather - forward, 0.0))  # nothing hides the first
         if work.reduces_last:
             exposed += work.passes * layers * max(again - backward, 0.0)
@@ -203,9 +217,12 @@ def step_time(work: Workload, cluster: Cluster) -> StepTime:
         launching = constants.LAUNCH * layers * (operators[0] * passes[0] + operators[1] * passes[1])
         waiting["launches"] = max(launching - sum(computing.values()), 0.0)
 
-    factor = cluster.anchor.factor(work) if cluster.anchor else 1.0
+    # -- a measured run of this kind corrects all seconds; known runs of its kind have a band of errors
+    is_anchored = cluster.anchor == work.kind
+    factor, kind = (cluster.anchor_factor, ANCHORED + work.kind) if is_anchored else (1.0, work.kind)
+    band = None if cluster.shared and not is_anchored else ERROR_BANDS.get(kind)
     scaled = [{k: factor * v for k, v in times.items()} for times in (computing, sent, waiting)]
-    return StepTime(scaled[0], scaled[1], scaled[2], work.global_batch, factor * hidden)
+    return StepTime(scaled[0], scaled[1], scaled[2], work.global_batch, factor * hidden, kind, band)
 
 
 def spread(devices: int) -> float:
@@ -288,6 +305,6 @@ def update_bytes(work: Workload) -> float:
     """Read and written by a rank's optimiser; one that was not measured counts as AdamW."""
     number, inside = shard_parameters(work), 0.0
     if work.optimizer == "Muon":
-        inside = number * work.model.layers * work.model.matrix_parameters / work.model.parameters
+        inside = number * work.model.matrix_parameters / work.model.parameters
     measured = constants.UPDATE_BYTES.get(work.optimizer, constants.UPDATE_BYTES["AdamW"])
     return measured * (number - inside) + constants.MUON_BYTES * inside

@@ -1,18 +1,143 @@
-"""Description of a job for the planner: architecture, layout and precisions."""
+"""Description of a job for the planner: shapes of its transformer, layout and precisions.
+
+The shapes are read from the model in models/vit.py on meta tensors: T tokens of a sample, D width, M hidden
+width of the MLP.
+"""
 
 import dataclasses
 import math
-from dataclasses import dataclass
+import statistics
+from dataclasses import dataclass, field
+from operator import attrgetter
 
-from config import Config
+from config import Config, Model
 from datasets.channels import Channels
 from errors import ConfigError
-from models.registry import MODELS, registered
+from models.registry import MODELS, build_model, registered
 from parallelisms.degrees import Degrees, num_stages, resolve_degrees, segment_length
-from planning.architecture import Architecture, architecture_of
-from training.due import Rollouts
 
 ITEMSIZE = {"float32": 4, "bfloat16": 2, "float16": 2}
+Shapes = dict[str, tuple[int, ...]]
+
+COLUMN = ("attention.qkv.", "mlp.up.", "mlp.gate.", "patch_embedding.")  # rows are sharded over tp
+ROW = ("attention.projection.weight", "mlp.down.weight", "head.weight")  # columns are; biases are whole
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """A transformer of `layers` equal blocks."""
+
+    tokens: int  # T
+    dim: int  # D
+    layers: int
+    heads: int
+    in_features: int  # values of a token that the patch embedding takes
+    out_features: int  # values of a token that the head gives
+    flops: float  # of a sample's forward pass; a training step has three times as many
+    block: Shapes = field(hash=False)  # parameters of one block
+    first: Shapes = field(hash=False)  # parameters before the first block
+    last: Shapes = field(hash=False)  # parameters after the last block
+    qk_norm: bool = False
+    rotary: bool = False  # queries and keys are rotated by row and column: models/embeddings.py
+    window_tokens: tuple[int, ...] = ()  # tokens of a window, of each block that has windows
+    copied_fraction: float = 0.0  # fraction of blocks with windows that cut rows and have to be copied
+
+    @property
+    def head_dim(self) -> int:
+        return self.dim // self.heads
+
+    @property
+    def mlp_dim(self) -> int:
+        return self.block["mlp.up.weight"][0]
+
+    @property
+    def hidden_units(self) -> float:
+        """Outputs of the products before the activation of the MLP over D; SwiGLU has two."""
+        return self.mlp_dim / self.dim * (2 if "mlp.gate.weight" in self.block else 1)
+
+    @property
+    def qkv_features(self) -> int:
+        return self.block["attention.qkv.weight"][0]
+
+    @property
+    def matrix_parameters(self) -> int:
+        """Parameters in the matrices of all blocks."""
+        return self.layers * sum(math.prod(shape) for shape in self.block.values() if len(shape) == 2)
+
+    @property
+    def parameters(self) -> int:
+        return self.layers * count(self.block) + count(self.first) + count(self.last)
+
+
+def count(shapes: Shapes) -> int:
+    return sum(map(math.prod, shapes.values()))
+
+
+def cut(shapes: Shapes, tp: int) -> Shapes:
+    """Return the parameters of one of `tp` tensor-parallel ranks."""
+    result = {}
+    for name, shape in shapes.items():
+        part = list(shape)
+        if any(layer in name for layer in COLUMN):
+            part[0] = -(-part[0] // tp)
+        elif any(layer in name for layer in ROW):
+            part[1] = -(-part[1] // tp)
+        result[name] = tuple(part)
+    return result
+
+
+def padded(shapes: Shapes, ranks: int) -> int:
+    """Values that FSDP gathers: the first dim of each parameter is padded to a multiple of the ranks."""
+    return sum(math.ceil(s[0] / ranks) * ranks * math.prod(s[1:]) for s in shapes.values())
+
+
+def architecture_of(
+    model: Model, grid_shape: tuple[int, int], in_channels: int, out_channels: int
+) -> Architecture:
+    """Return the shapes of the configured ViT on a grid."""
+    from models.vit import VisionTransformer  # imported here: torch takes seconds
+
+    built = build_model(model, out_channels, in_channels - out_channels, grid_shape, True)
+    assert isinstance(built, VisionTransformer)
+    shapes = {name: tuple(parameter.shape) for name, parameter in built.named_parameters()}
+    windows = built.windows if model.attention_windows else []
+    return Architecture(
+        tokens=built.num_tokens,
+        dim=built.dim,
+        layers=len(built.blocks),
+        heads=model.num_heads,
+        in_features=built.patch_embedding.in_features,
+        out_features=built.head.out_features,
+        flops=built.flops(),
+        block={name: tuple(parameter.shape) for name, parameter in built.blocks["0"].named_parameters()},
+        first={name: s for name, s in shapes.items() if name.startswith(("patch_embedding.", "position."))},
+        last={name: s for name, s in shapes.items() if name.startswith(("norm.", "head."))},
+        qk_norm=model.qk_norm,
+        rotary=model.position == "rotary",
+        window_tokens=tuple(map(math.prod, windows)),
+        copied_fraction=statistics.mean([columns < built.token_shape[1] for _, columns in windows] or [0]),
+    )
+
+
+# -- layout and precisions
+
+# Fields of a workload that have the value of a key, in the order in which options are printed.
+SETTINGS = {
+    "reshard": "parallelism.fsdp_reshard_after_forward",
+    "offload": "parallelism.cpu_offload",
+    "local_batch": "training.local_batch_size",
+    "dtype": "training.mixed_precision_param",
+    "float8": "float8.enable",
+    "ac_mode": "activation_checkpoint.mode",
+    "compiled": "compile.enable",
+    "schedule": "parallelism.pipeline_parallel_schedule",
+    "pipeline_micro_batch": "parallelism.pipeline_parallel_microbatch_size",
+    "method": "parallelism.context_parallel_method",
+    "attention": "model.attention_backend",
+    "optimizer": "optimizer.name",
+    "history": "data.history",
+    "members": "training.members",
+}
 
 
 @dataclass(frozen=True)
@@ -46,6 +171,13 @@ class Workload:
     copies_ahead: int = 0  # batches of the loader on their way to the device, or there already
 
     @property
+    def kind(self) -> str:
+        """The kind of the layout, named by its technique with the least accurate plans."""
+        axes = {"pipeline": self.degrees.pp, "context parallel": self.degrees.cp}
+        axes["tensor parallel"] = self.degrees.tp
+        return next((kind for kind, ranks in axes.items() if ranks > 1), "data parallel")
+
+    @property
     def itemsize(self) -> int:
         return ITEMSIZE[self.dtype]
 
@@ -56,7 +188,7 @@ class Workload:
         """
         momentum, both, model = 4.0, 8.0, self.model
         if self.optimizer == "Muon":
-            return both - (both - momentum) * model.layers * model.matrix_parameters / model.parameters
+            return both - (both - momentum) * model.matrix_parameters / model.parameters
         return momentum if self.optimizer in ("SGD", "LARS") else both
 
     @property
@@ -91,11 +223,6 @@ class Workload:
     def stays_gathered(self) -> bool:
         """True if FSDP gathers the parameters of a stage once for all micro-batches of a batch."""
         return self.reduces_last and self.reshard != "always"
-
-    @property
-    def gathers_again(self) -> bool:
-        """True if FSDP gathers a block's parameters again in its backward pass."""
-        return not self.stays_gathered and self.reshard != "never"
 
     @property
     def forecasts(self) -> int:
@@ -169,13 +296,6 @@ class Workload:
     def uses_fsdp(self) -> bool:
         return self.degrees.uses_fsdp
 
-    @property
-    def uses_ddp(self) -> bool:
-        """True if DDP reduces gradients, in buckets that are always there: gradients of one pass are parts of
-        them, those of earlier passes are copied there in the last.
-        """
-        return self.degrees.dp_replicate > 1 and not self.uses_fsdp
-
     def replace(self, **changes: object) -> "Workload":
         return dataclasses.replace(self, **changes)  # type: ignore[arg-type]
 
@@ -194,26 +314,13 @@ def workload_of(config: Config, world: int, grid_shape: tuple[int, int], num_var
     return Workload(
         model=architecture_of(config.model, grid_shape, channels, num_variables),
         degrees=degrees,
-        local_batch=training.local_batch_size,
         global_batch=smallest if training.global_batch_size < 0 else training.global_batch_size,
-        dtype=training.mixed_precision_param,
         reduce_itemsize=ITEMSIZE[training.mixed_precision_reduce],
         field_values=num_variables * cells,
         input_values=channels * cells,
-        ac_mode=config.activation_checkpoint.mode,
-        compiled=config.compile.enable,
-        float8=config.float8.enable,
-        attention=config.model.attention_backend,
-        reshard=parallelism.fsdp_reshard_after_forward,
         zero1=parallelism.data_parallel == "zero1",
-        offload=parallelism.cpu_offload,
-        method=parallelism.context_parallel_method,
-        schedule=parallelism.pipeline_parallel_schedule,
-        pipeline_micro_batch=parallelism.pipeline_parallel_microbatch_size,
         ema=training.ema_decay > 0,
         rolls=training.augmentation != "none",
-        optimizer=config.optimizer.name,
-        history=config.data.history,
-        members=training.members,
-        rollout_steps=Rollouts.of(training).longest,
+        rollout_steps=max(training.rollout_steps),
+        **{name: attrgetter(key)(config) for name, key in SETTINGS.items()},
     )

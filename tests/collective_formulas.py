@@ -8,11 +8,9 @@ all-gather gives, what a reduce-scatter takes.
 import math
 from collections import Counter
 
-from planning.architecture import cut, padded
-from planning.collectives import Collective
 from planning.memory import stage_shapes
-from planning.network import Calls, context_collectives, rollout_collectives, tensor_collectives
-from planning.workload import Workload
+from planning.network import Calls, Collective, rollout_collectives, sample_collectives
+from planning.workload import Workload, cut, padded
 
 FIRST_BUCKET = 2**20  # bytes, of DDP
 
@@ -33,12 +31,7 @@ def step_collectives(work: Workload, pipeline_rank: int = 0, loss: str = "mse") 
             calls += times(replicated_gradients(work), work.reductions)
     elif degrees.dp_replicate > 1:
         calls += ddp_collectives(work)
-    if degrees.tp > 1:
-        calls += of_passes(work, tensor_collectives(work))
-    if degrees.cp > 1:
-        calls += of_passes(work, context_collectives(work))
-    for axis in rollout_collectives(work):
-        calls += times(axis, work.forecasts)
+    calls += of_passes(work, sample_collectives(work)) + times(rollout_collectives(work), work.forecasts)
     roots = {"relative_l2": 1, "rmse": 3}.get(loss, 0)  # a sample: of all its errors, or of each variable
     if roots:
         for axis in ("tp", "cp"):

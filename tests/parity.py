@@ -33,7 +33,8 @@ from datasets.grid import area_weights, global_grid
 from datasets.loader import TrainSampler
 from datasets.statistics import Statistics
 from parallelisms.degrees import resolve_degrees
-from planning.collectives import Collective, Recorder
+from planning.dry_run import Recorder
+from planning.network import Collective
 from tests.distributed import own_device, shared_mesh
 from training.assembly import Fields, assemble
 from training.batches import Batch

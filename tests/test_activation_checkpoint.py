@@ -16,9 +16,8 @@ from parallelisms.activation_checkpoint import apply_activation_checkpoint
 from parallelisms.compile import apply_compile
 from parallelisms.degrees import Degrees
 from parallelisms.float8 import apply_float8
-from planning.architecture import architecture_of
 from planning.memory import block_activations, unit_bytes
-from planning.workload import Workload
+from planning.workload import Workload, architecture_of
 from tests.storages import bytes_alive
 
 RECOMPUTING = ("full", "every_n_blocks", "selective")

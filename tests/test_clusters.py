@@ -83,6 +83,8 @@ def test_files_change_machines_and_add_some(tmp_path: Path) -> None:
     cluster = load_cluster("juwelsx32", write(tmp_path, added))
     assert (cluster.nodes, cluster.between.bandwidth) == (8, 80e9)
     assert cluster.device.memory == load_cluster("a100-40").device.memory
+    measured = load_cluster("a100", write(tmp_path, "[a100]\nstorage = 8e9\nspot = 1.1 # assumed\n"))
+    assert measured.assumed == ["spot", *(key for key in load_cluster("a100").assumed if key != "storage")]
 
 
 @pytest.mark.parametrize(
@@ -94,6 +96,11 @@ def test_files_change_machines_and_add_some(tmp_path: Path) -> None:
         ("[a100]\npeak = { bf15 = 1e12 }\n", "a table of positive numbers with the keys bf16, fp32"),
         ("[a100]\ninside = { latency = 1e-6 }\n", "with the keys latency, bandwidth"),
         ("[a100]\nknown_as = 3\n", "give a list"),
+        ("[a100]\nattention_forward = { bf16 = 1e14 }\n", "with the keys of head sizes"),
+        (
+            "[a100]\ninside = { latency = 1e-6, bandwidth = 1e9, fp8 = 1 }\n",
+            "with the keys latency, bandwidth",
+        ),
         ('[mine]\nlike = "a10"\n', "mine.like = 'a10': no such machine"),
         ("[mine]\nmemory = 8e9\n", "[mine] is not complete; add reserved, peak"),
         ("spot = 3\n", "is outside a machine"),

@@ -9,10 +9,9 @@ import pytest
 from benchmarks.planner_published import RUNS, published_model
 from config import Model
 from parallelisms.degrees import Degrees
-from planning.architecture import architecture_of
 from planning.clusters import load_cluster
 from planning.search import best_layouts
-from planning.workload import Workload
+from planning.workload import Workload, architecture_of
 from tests.planned import ROOT
 
 TEXTBOOK_LAYOUT = Degrees(pp=2, dp_shard=4, tp=8)

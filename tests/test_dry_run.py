@@ -15,10 +15,9 @@ from datasets.grid import global_grid
 from models.registry import build_model
 from parallelisms.degrees import Degrees
 from parallelisms.mesh import start_ranks
-from planning.architecture import architecture_of
 from planning.dry_run import DryRun, StepTracker, dry_run
 from planning.memory import memory
-from planning.workload import Workload, workload_of
+from planning.workload import Workload, architecture_of, workload_of
 from tests.collective_formulas import step_collectives
 from tests.parity import Layout, SmallRun, config_of
 from tests.planned import run_plan

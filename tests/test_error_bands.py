@@ -16,10 +16,11 @@ from benchmarks.planner_published import (
 )
 from config import Model
 from parallelisms.degrees import Degrees
-from planning.architecture import architecture_of
 from planning.clusters import load_cluster
-from planning.known_runs import ANCHORED, BANDS, band_line, band_of, error_bands, kind_of
-from planning.workload import Workload
+from planning.report import tables
+from planning.search import plan as plan_of
+from planning.step_time import ANCHORED, BANDS, ERROR_BANDS
+from planning.workload import Workload, architecture_of
 from tests.test_plan import plan
 
 VIT = architecture_of(Model("vit", (16, 32), 1536, 48, 24), (1024, 2048), 17, 17)
@@ -48,10 +49,10 @@ def test_every_published_run_has_a_source_and_is_in_one_list():
 def test_bands_are_those_of_the_published_runs():
     """The committed file is what the benchmark writes: 80 % of runs inside, 1.6 times wide."""
     assert BANDS.read_text(encoding="utf-8") == bands_toml(rows())
-    assert error_bands() == bands(rows())
+    assert ERROR_BANDS == bands(rows())
     named = {*KINDS, *(ANCHORED + kind for kind in KINDS)}
-    assert {"data parallel", "tensor parallel"} <= set(error_bands()) <= named
-    for kind, made in error_bands().items():
+    assert {"data parallel", "tensor parallel"} <= set(ERROR_BANDS) <= named
+    for kind, made in ERROR_BANDS.items():
         assert made.runs >= 5 and made.fastest <= made.median <= made.slowest <= 1.6 * made.fastest
         factors = [1 + row["error"] for row in rows() if row["kind"] == f"{kind}, PyTorch"]
         inside = sum(made.fastest <= factor <= made.slowest for factor in factors)
@@ -70,13 +71,14 @@ def test_bands_are_those_of_the_published_runs():
 )
 def test_kinds(cluster, degrees, kind):
     work, machine = Workload(VIT, degrees, 1, degrees.dp), load_cluster(cluster)
-    assert kind_of(work, machine) == kind
-    found, line = band_of(work, machine), band_line(work, machine)
-    if machine.shared or kind not in error_bands():
-        assert found is None and "no run of this kind is known" in line
+    made = plan_of(work, machine)
+    band, text, seconds = made.time.band, tables(made), made.time.total
+    assert made.time.kind == kind
+    if machine.shared or kind not in ERROR_BANDS:
+        assert band is made.time.limits is None and "no run of this kind is known" in text
         return
-    assert found and found == error_bands()[kind] and f"{found.runs} published runs ({kind})" in line
-    assert found.around(10.0) == (10 * found.fastest, 10 * found.slowest)
+    assert band and band == ERROR_BANDS[kind] and f"{band.runs} published runs ({kind})" in text
+    assert made.time.limits == (seconds * band.fastest, seconds * band.slowest)
 
 
 def test_predicted_times_have_their_bands():

@@ -11,8 +11,9 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.pipelining import PipelineStage
 
 from parallelisms.pipeline import TimedStage
-from planning.collectives import Collective, Recorder
+from planning.dry_run import Recorder
 from planning.memory import gathered_bytes, message_bytes, pipeline_gradient_bytes
+from planning.network import Collective
 from planning.workload import workload_of
 from tests.parity import GLOBAL_BATCH, VARIABLES, Layout, SmallRun, config_of, pp
 

@@ -1,7 +1,6 @@
 """The planner's closed forms, against the model, torch's counters, the dry run, and sums done by hand."""
 
 import os
-from collections import Counter
 from itertools import product
 from unittest.mock import patch
 
@@ -15,11 +14,10 @@ from planning.dry_run import dry_run
 from planning.memory import memory, shard_parameters
 from planning.network import (
     Route,
-    context_collectives,
     rollout_collectives,
     route,
+    sample_collectives,
     seconds,
-    tensor_collectives,
 )
 from planning.step_time import step_time
 from planning.workload import Workload, workload_of
@@ -118,14 +116,10 @@ def test_layouts_within_a_sample_are_those_of_the_dry_run(monkeypatch, axis, mod
     config = configuration(**options, **{"model.num_layers": "3"})
     work = workload_of(config, world, GRID, 7)
     real = dry_run(config, world, global_grid(GRID), 7)
-    expected = Counter()
-    for calls in (tensor_collectives(work), context_collectives(work)):
-        expected += of_passes(work, calls)
-    for calls in rollout_collectives(work):
-        expected += times(calls, work.forecasts)
+    expected = of_passes(work, sample_collectives(work)) + times(rollout_collectives(work), work.forecasts)
     inside = {name for name in ("tp", "cp") if getattr(work.degrees, name) > 1}
     counted = {call: n for call, n in real.calls.items() if call.axis in inside and call.size > 20_000}
-    assert counted == {call: n for call, n in expected.items() if call.axis in inside}
+    assert counted == expected
     assert memory(work).peak == pytest.approx(real.peak["Total"], rel=0.032)
 
 

@@ -13,7 +13,8 @@ from torch import Tensor
 from parallelisms import ring_attention
 from parallelisms.degrees import Degrees
 from parallelisms.ring_attention import GRADIENTS, Ring, attend, attend_backward
-from planning.collectives import Collective, Recorder
+from planning.dry_run import Recorder
+from planning.network import Collective
 from tests.distributed import shared_mesh
 
 SHAPE = (2, 3, 5, 8)  # B, N, t, E

@@ -58,7 +58,7 @@ def test_a_full_disk_is_named(small: Path, tmp_path: Path) -> None:
         config = config_in(tmp_path, *options, "--checkpoint.keep_latest_k", keep)
         found = plan_here(config, open_checked(config), 1)
         assert found
-        check_room(config, *found)
+        check_room(config, found)
 
     check("2")
     with pytest.raises(ConfigError, match="GiB of checkpoints are to come"):
@@ -79,12 +79,15 @@ def test_a_model_that_does_not_fit_names_what_would(tmp_path: Path) -> None:
     """On 4 GiB, 96 blocks of width 1,024 with their moments: 1.2 billion parameters x 16 bytes."""
     size = ("--model.dim=1024", "--model.num_layers=96", "--model.num_heads=16")
     config = config_in(tmp_path, *size, "--training.global_batch_size=16")
-    found = plan_here(config, open_checked(config), 1)
-    assert found
-    made, cluster = found
-    warning = check_room(config, made, replace(cluster, device=replace(cluster.device, memory=2**32)))
+    made = plan_here(config, open_checked(config), 1)
+    assert made
+    device = made.cluster.device
+    little, enough = (
+        replace(made, cluster=replace(made.cluster, device=replace(device, memory=memory)))
+        for memory in (2**32, 2**36)
+    )
+    warning = check_room(config, little)
     assert (
         re.match(r"1\d\.\d+ GiB a rank are planned, and there are \d\.", warning) and "8 devices" in warning
     )
-    enough = replace(cluster, device=replace(cluster.device, memory=2**36))
-    assert check_room(config, made, enough) == ""
+    assert check_room(config, enough) == ""

@@ -7,7 +7,6 @@ import pytest
 
 from config import Model
 from parallelisms.degrees import Degrees
-from planning.architecture import Architecture, architecture_of, count
 from planning.clusters import Link, load_cluster
 from planning.constants import REACHED
 from planning.memory import memory, unit_bytes
@@ -19,7 +18,7 @@ from planning.step_time import (
     step_time,
     update_bytes,
 )
-from planning.workload import Workload
+from planning.workload import Architecture, Workload, architecture_of, count
 
 
 def vit(dim: int, heads: int) -> Architecture:

@@ -10,7 +10,7 @@ from torch import nn
 
 from config import Optimizer
 from errors import ConfigError
-from planning.collectives import Recorder
+from planning.dry_run import Recorder
 from tests.optimizer_references import MOMENTUM, trained
 from tests.parity import Layout, SmallRun, difference, full, gather_stages
 from tests.resharding import load, save
