@@ -23,7 +23,7 @@ from benchmarks.gpu import Case, Sizes, training_of
 from benchmarks.random_run import RandomRun
 from benchmarks.results_file import clock, in_turns, parse, record, table
 from parallelisms.mesh import start_ranks
-from planning.clusters import load_cluster
+from planning.clusters import load_cluster, machine_known_as
 from planning.step_time import step_time
 from training.process_settings import retain_memory
 
@@ -36,7 +36,7 @@ def main() -> int:
     retain_memory(DEVICE)  # as train.py does
     start_ranks(600)
     listed = tomllib.loads(Path(__file__).with_suffix(".toml").read_text())
-    cluster = load_cluster("cpu1" if DEVICE.type == "cpu" else "h200x1")
+    cluster = load_cluster(f"{machine_known_as('cpu')}1" if DEVICE.type == "cpu" else "h200x1")
 
     def step_twice(run: RandomRun) -> float:
         run.step()  # warms caches up

@@ -176,8 +176,17 @@ def load_cluster(name: str, files: Iterable[str | Path] = ()) -> Cluster:
     raise ConfigError(f"cluster {name!r}: no such machine; {hint} (its devices follow, as in a100x64)")
 
 
+CPUINFO = Path("/proc/cpuinfo")
+EPYC = "cpu-epyc"
+
+
 def machine_known_as(device_name: str) -> str | None:
-    """Return the machine that has torch's name of this device in `known_as`."""
+    """Return the machine that has torch's name of this device in `known_as`; "cpu": the one with this host's
+    kind of products in bf16.
+    """
+    flags = CPUINFO.read_text() if device_name == "cpu" and CPUINFO.exists() else ""
+    if "avx512_bf16" in flags and "amx_tile" not in flags:
+        return EPYC
     return next((name for name, one in all_machines().items() if device_name in one.known_as), None)
 
 

@@ -189,7 +189,7 @@ def plan_here(config: Config, selection: Selection, world_size: int) -> Plan | N
     know.
     """
     on_gpu, local = torch.cuda.is_available(), local_ranks()[1]
-    name = machine_known_as(torch.cuda.get_device_name()) if on_gpu else "cpu"
+    name = machine_known_as(torch.cuda.get_device_name() if on_gpu else "cpu")
     if not name or not registered(config.model.name).planned or config.lora.rank:
         return None
     cluster = load_cluster(name).with_devices(local)

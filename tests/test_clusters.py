@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from planning import clusters
 from planning.clusters import MACHINES, all_machines, load_cluster
 
 NAMES = list(all_machines())
@@ -73,6 +74,17 @@ def test_ranks_divide_a_cpu() -> None:
     assert one.device.reserved == two.device.reserved  # a process costs what it costs
     assert load_cluster("cpu4").device == two.device  # on a second node
     assert one.with_devices(2) == two
+
+
+@pytest.mark.parametrize(
+    ("flags", "machine"), [("avx2 amx_tile avx512_bf16", "cpu"), ("avx512_bf16", "cpu-epyc"), ("avx2", "cpu")]
+)
+def test_a_cpu_is_known_by_its_products_in_bf16(
+    monkeypatch, tmp_path: Path, flags: str, machine: str
+) -> None:
+    (tmp_path / "cpuinfo").write_text(f"flags : {flags}\n")
+    monkeypatch.setattr(clusters, "CPUINFO", tmp_path / "cpuinfo")
+    assert clusters.machine_known_as("cpu") == machine
 
 
 def test_files_change_machines_and_add_some(tmp_path: Path) -> None:
