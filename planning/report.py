@@ -41,7 +41,8 @@ def answer(made: Plan, cost: CostRange, config: Config, searched: bool) -> str:
     limits = " to ".join(f"{limit:,.3f}" for limit in time.limits or ())
     within = f", {limits} by its error band" if limits else ""
     # -- texts that the lines below put together: lengths, dollars, saves
-    unit, length = ("days", 24) if cost.planned["on demand"]["hours"] > 24 else ("hours", 1)
+    hours = cost.planned["on demand"]["hours"]
+    unit, length = ("days", 24) if hours > 24 else ("hours", 1) if hours > 1 else ("minutes", 1 / 60)
     dollars = (f"{fleet}: {cost.between(fleet, 'dollars')}" for fleet in cost.planned)
     saved = "none (checkpoint.enable)"
     if config.checkpoint.enable:
