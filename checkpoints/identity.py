@@ -6,6 +6,7 @@ are used.
 """
 
 import json
+import zlib
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -67,16 +68,19 @@ class Identity:
         """Read it. Raises Damaged, DataError if a file cannot be read, ConfigError for a model of another
         version.
         """
-        path = folder / "config.toml"
+        path, manifest = folder / "config.toml", read_manifest(folder)
+        with read_errors(path):
+            content = path.read_bytes()
+        # An emptied file is TOML, too, and would be that of a run with all defaults.
+        if manifest["files"].get(path.name, {}).get("crc32", zlib.crc32(content)) != zlib.crc32(content):
+            raise Damaged(f"{path}: its bytes are not those that were written (CRC-32)")
         try:
-            with read_errors(path):
-                values = with_defaults(tomli.loads(path.read_text()))
+            values = with_defaults(tomli.loads(content.decode()))
         except (tomli.TOMLDecodeError, UnicodeDecodeError) as error:
             raise Damaged(f"{path}: {error}") from None
         if (name := values["model"]["name"]) not in MODELS and ":" not in name:
             known = ", ".join(MODELS)
             raise ConfigError(f"{folder}: its model.name = {name!r} is not in this version: {known}")
-        manifest = read_manifest(folder)
         more = manifest.get("identity", {})
         grid = Grid(**more["grid"]) if "grid" in more else None
         return cls(folder, values, more, manifest["crc32"], more.get("statistics"), grid)

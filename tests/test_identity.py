@@ -106,6 +106,15 @@ def test_other_data_under_the_same_dates_and_other_units_are_refused(trained):
         run_train(*options, "--training.steps", "6")
 
 
+def test_an_emptied_configuration_is_damage_and_not_another_run(trained, caplog):
+    """Without a line it is TOML of all defaults."""
+    options, run, _ = trained
+    (run / "checkpoints/step-00000004/config.toml").write_text("")
+    run_train(*options, "--training.steps", "6")
+    assert "config.toml" in caplog.text and complete_steps(run / "checkpoints")[-1] == 6
+    assert (run / "checkpoints/step-00000004.damaged").is_dir()
+
+
 def test_other_settings_may_change(trained):
     options, folder, _ = trained
     run_train(*options, "--training.steps", "6", "--optimizer.lr", "1e-4", "--training.seed", "3")
