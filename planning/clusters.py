@@ -138,6 +138,8 @@ class Cluster:
 # -- machines by name
 
 MACHINES = Path(__file__).with_name("clusters.toml")
+CPUINFO = Path("/proc/cpuinfo")  # of this host: flags of its instructions
+EPYC = "cpu-epyc"  # the machine of CPUs with products in bf16 but without AMX
 MOST_DEVICES = 1_000_000
 DEVICE_KEYS = [known.name for known in dataclasses.fields(Device)][1:]  # without the name
 FIELDS = [*dataclasses.fields(Device), *dataclasses.fields(Cluster)]
@@ -161,11 +163,8 @@ def load_cluster(name: str, files: Iterable[str | Path] = ()) -> Cluster:
     change keys of known ones. ConfigError, in one line, for what cannot be read or is not known.
     """
     machines = all_machines(files)
-    for pattern in (
-        r"(.+)()",
-        r"(.+)x(\d+)",
-        r"(.*[^\d])(\d+)",
-    ):  # "x" first: "a100" is not 100 devices of "a"
+    # A name alone first, then one with "x": "a100" is not 100 devices of "a".
+    for pattern in (r"(.+)()", r"(.+)x(\d+)", r"(.*[^\d])(\d+)"):
         if (split := re.fullmatch(pattern, name)) and split[1] in machines:
             machine = machines[split[1]]
             number = int(split[2]) if split[2] else machine.devices_per_node
@@ -174,10 +173,6 @@ def load_cluster(name: str, files: Iterable[str | Path] = ()) -> Cluster:
             return machine.with_devices(number)
     hint = nearest(re.sub(r"x?\d*$", "", name.lower()), machines)
     raise ConfigError(f"cluster {name!r}: no such machine; {hint} (its devices follow, as in a100x64)")
-
-
-CPUINFO = Path("/proc/cpuinfo")
-EPYC = "cpu-epyc"
 
 
 def machine_known_as(device_name: str) -> str | None:
