@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from checkpoints.files import write_manifest
 from checkpoints.identity import Identity, meaning, plain
 from config import Config, Data, Model, Parallelism
 from errors import ConfigError
@@ -87,6 +88,7 @@ def test_keys_that_name_a_model_are_unused_by_the_others() -> None:
 
 def test_a_checkpoint_of_a_model_that_is_not_there_is_one_line(tmp_path: Path) -> None:
     (tmp_path / "config.toml").write_text('[model]\nname = "swin"\n')
+    write_manifest(tmp_path, {}, {})
     with pytest.raises(ConfigError, match=r"its model.name = 'swin'.*vit") as caught:
         Identity.of(tmp_path).check(Config(), "")
     assert "\n" not in str(caught.value) and str(tmp_path) in str(caught.value)
