@@ -126,6 +126,21 @@ class PublishedRun(Workload):
 
     virtual_stages: int = 0  # of a rank; 0: as many as the schedule has here
     attention: str = "flash"  # FlashAttention-2, of their time
+    # Megatron's optimizer: weights are gathered once a step while the first layers compute, gradients reduced
+    # and scattered once, behind the last backward pass, with a pipeline as well.
+    distributed_optimizer: bool = False
+
+    @property
+    def reductions(self) -> int:
+        return 1 if self.distributed_optimizer else super().reductions
+
+    @property
+    def reduces_last(self) -> bool:
+        return not self.distributed_optimizer and super().reduces_last
+
+    @property
+    def stays_gathered(self) -> bool:
+        return self.distributed_optimizer or super().stays_gathered
 
     @property
     def stages_of_rank(self) -> int:
@@ -200,6 +215,10 @@ def is_nvidias(run: dict[str, Any]) -> bool:
 def workload(run: dict[str, Any], model: Architecture) -> Workload:
     degrees = Degrees(**run.get("degrees", {}))
     settings = {key: value for key, value in run.items() if key not in LISTS["about"]}
+    is_distributed = is_nvidias(run) and isinstance(model, LanguageModel) and degrees.dp_replicate > 1
+    if settings.get("zero1") and is_distributed:
+        degrees = replace(degrees, dp_replicate=1, dp_shard=degrees.dp_replicate)
+        settings |= {"zero1": False, "distributed_optimizer": True}
     if settings.get("ac_mode") == "every_second_product":
         settings["ac_mode"] = "selective"  # and half of the products, in planned_seconds
     batch = run["local_batch"] * degrees.dp * run.get("accumulation", 1)
@@ -377,8 +396,8 @@ def bands(rows: list[dict[str, Any]]) -> dict[str, Band]:
 
 
 def band(*programs: list[float]) -> Band:
-    """Four fifths of the factors of each program are inside; ends are rounded outwards."""
-    inner = [sorted(factors)[len(factors) // 10 : len(factors) - len(factors) // 10] for factors in programs]
+    """Nine tenths of the factors of each program are inside; ends are rounded outwards."""
+    inner = [sorted(factors)[len(factors) // 20 : len(factors) - len(factors) // 20] for factors in programs]
     low, high = math.floor(1000 * min(map(min, inner))), math.ceil(1000 * max(map(max, inner)))
     factors = [factor for factors in programs for factor in factors]
     return Band(len(factors), low / 1000, round(statistics.median(factors), 3), high / 1000)
@@ -388,7 +407,7 @@ def bands_toml(rows: list[dict[str, Any]]) -> str:
     head = (
         "# Written by benchmarks/planner_published.py: seconds of a step over those planned, of published\n"
         "# runs, and of these planned with another of them as an anchor.\n"
-        f"# Four fifths of each program's runs are inside; {FEWEST} runs at least, {WIDEST} wide at most.\n"
+        f"# Nine tenths of each program's runs are inside; {FEWEST} runs at least, {WIDEST} wide at most.\n"
     )
     tables = (
         f'"{kind}" = {{ ' + ", ".join(f"{key} = {value}" for key, value in vars(band).items()) + " }\n"

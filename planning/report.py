@@ -130,7 +130,7 @@ def tables(made: Plan) -> str:
     ratio = f"{sent / computed:.1%} of the computation" if computed else ""
     communication = f"communication: {time.exposed:.3f} s exposed, {time.hidden:.3f} hidden, {ratio}"
     if band := time.band:
-        known = f"band: of {band.runs} published runs ({time.kind}) 80 % took {band.fastest:.2f} to "
+        known = f"band: of {band.runs} published runs ({time.kind}) 90 % took {band.fastest:.2f} to "
         known += f"{band.slowest:.2f} times their planned time, median {band.median:.2f}"
     else:
         fix = "" if made.cluster.anchor else "; train 20 steps with --data.path random, and use --anchor"

@@ -30,7 +30,7 @@ ANCHORED = "anchored, "  # before a kind of layout: planned with a measured run 
 
 @dataclass(frozen=True)
 class Band:
-    """Measured over planned seconds of a step: limits of four fifths of the runs, and the median."""
+    """Measured over planned seconds of a step: limits of nine tenths of the runs, and the median."""
 
     runs: int
     fastest: float

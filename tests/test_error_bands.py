@@ -47,7 +47,7 @@ def test_every_published_run_has_a_source_and_is_in_one_list():
 
 
 def test_bands_are_those_of_the_published_runs():
-    """The committed file is what the benchmark writes: 80 % of runs inside, 1.6 times wide."""
+    """The committed file is what the benchmark writes: 90 % of runs inside, 1.6 times wide."""
     assert BANDS.read_text(encoding="utf-8") == bands_toml(rows())
     assert ERROR_BANDS == bands(rows())
     named = {*KINDS, *(ANCHORED + kind for kind in KINDS)}
@@ -56,7 +56,7 @@ def test_bands_are_those_of_the_published_runs():
         assert made.runs >= 5 and made.fastest <= made.median <= made.slowest <= 1.6 * made.fastest
         factors = [1 + row["error"] for row in rows() if row["kind"] == f"{kind}, PyTorch"]
         inside = sum(made.fastest <= factor <= made.slowest for factor in factors)
-        assert inside >= 0.8 * len(factors)
+        assert inside >= 0.9 * len(factors)
 
 
 @pytest.mark.parametrize(
