@@ -46,7 +46,7 @@ import re
 import shutil
 import time
 from argparse import Namespace
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from functools import reduce
 from pathlib import Path
@@ -140,7 +140,25 @@ def run(config: Config, options: Namespace) -> None:
             raise ConfigError(f"--forecast {name!r}: {reason}; score it alone")
     if options.truth:
         truth.check(variables)
-    times, leads = common_axes(forecasts, config)
+    # The initial dates and the leads above 0, in whole hours, that all forecasts have; of the dates those in
+    # forecast.period, else in data.test_period, all without either.
+    common = reduce(np.intersect1d, [forecast.times for forecast in forecasts.values()])
+    ahead = reduce(np.intersect1d, [forecast.leads for forecast in forecasts.values()])
+    ahead = ahead[ahead > 0 * hour]
+    leads = ahead[ahead % hour == 0 * hour]
+    if len(leads) < len(ahead):
+        logger.warning("leads that are no whole hours are not scored")
+    if not len(common) or not len(leads):
+        names = ", ".join(map(repr, forecasts))
+        raise ConfigError(f"--forecast: {names} have no initial date and lead in common; score them alone")
+    key, period = "forecast.period", config.forecast.period
+    if not period:
+        key, period = "data.test_period", config.data.test_period
+    times = common[is_inside(common, key, period)]
+    if not len(times):
+        fix = 'score other dates with --forecast.period, or all with --data.test_period "[]"'
+        span = f"no initial date of the forecasts is in it, which are from {common[0]} to {common[-1]}"
+        raise ConfigError(f"{key} = {list(period)}: {span}; {fix}")
     with_truth = leads[[np.isin(times + lead, truth.times).any() for lead in leads]] // hour
     if options.lead and options.lead not in with_truth:
         choice = with_truth.tolist()
@@ -226,30 +244,6 @@ def open_forecasts(
 def plain_name(name: str) -> str:
     """Return the name of a forecast as a part of a file's name."""
     return re.sub(r"[^\w.+-]", "_", name)
-
-
-def common_axes(forecasts: Mapping[str, ForecastFields], config: Config) -> tuple[np.ndarray, np.ndarray]:
-    """Return the initial dates and the leads above 0, in whole hours, that all forecasts have. The dates are
-    those in forecast.period, else in data.test_period, all without either. Raises ConfigError for none.
-    """
-    hour = np.timedelta64(1, "h")
-    times = reduce(np.intersect1d, [forecast.times for forecast in forecasts.values()])
-    leads = reduce(np.intersect1d, [forecast.leads for forecast in forecasts.values()])
-    in_hours = leads[(leads > 0 * hour) & (leads % hour == 0 * hour)]
-    if len(in_hours) < (leads > 0 * hour).sum():
-        logger.warning("leads that are no whole hours are not scored")
-    if not len(times) or not len(in_hours):
-        names = ", ".join(map(repr, forecasts))
-        raise ConfigError(f"--forecast: {names} have no initial date and lead in common; score them alone")
-    key, period = "forecast.period", config.forecast.period
-    if not period:
-        key, period = "data.test_period", config.data.test_period
-    inside = times[is_inside(times, key, period)]
-    if not len(inside):
-        fix = 'score other dates with --forecast.period, or all with --data.test_period "[]"'
-        span = f"no initial date of the forecasts is in it, which are from {times[0]} to {times[-1]}"
-        raise ConfigError(f"{key} = {list(period)}: {span}; {fix}")
-    return inside, in_hours
 
 
 def choose_regions(wanted: Sequence[str], grid: Grid) -> list[str]:

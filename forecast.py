@@ -120,9 +120,16 @@ def forecast(config: Config) -> int:
     for number in range(dp_rank, rounds * dp, dp):
         batch = missing[min(number, len(missing) - 1)]
         mine = number < len(missing) and model.is_sample_leader
-        windows, times = initial_states(selection, chosen[[date for date, _ in batch]])
+        # The windows from which the batch starts (B, h V, H, W), NaN where missing, and their dates (B,).
+        states = chosen[[date for date, _ in batch]]  # (B, h), the newest first
+        analyses = {row: archive.read(row, selection.variables) for row in np.unique(states).tolist()}
+        for row, fields in analyses.items():
+            refuse_fills(fields, selection.variables, archive.times[row], archive.path)
+        stacked = [np.concatenate([analyses[row] for row in window]) for window in states.tolist()]
+        start = torch.from_numpy(np.stack(stacked))
+        times = torch.from_numpy(archive.times[states[:, 0]].astype(np.int64))
         target_store = store if mine else None
-        status, causes = forecast_batch(forecaster, config, batch, windows, times, target_store, bar)
+        status, causes = forecast_batch(forecaster, config, batch, start, times, target_store, bar)
         if mine:
             store.wait()
             for pair, of_leads, cause in zip(batch, status, causes, strict=True):
@@ -209,20 +216,6 @@ def about(
     if config.model.noise_dim:
         content["seed"] = config.training.seed
     return content
-
-
-def initial_states(selection: Selection, rows: np.ndarray) -> tuple[Tensor, Tensor]:
-    """Return windows (B, h V, H, W) float32, NaN where missing, and their dates (B,), seconds since 1970.
-
-    rows (B, h): indices of the states of each window in the archive, the newest first.
-    """
-    archive, variables = selection.archive, selection.variables
-    analyses = {index: archive.read(index, variables) for index in np.unique(rows).tolist()}
-    for index, fields in analyses.items():
-        refuse_fills(fields, variables, archive.times[index], archive.path)
-    windows = [np.concatenate([analyses[index] for index in window]) for window in rows.tolist()]
-    times = archive.times[rows[:, 0]].astype(np.int64)
-    return torch.from_numpy(np.stack(windows)), torch.from_numpy(times)
 
 
 @torch.no_grad()

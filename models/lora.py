@@ -26,16 +26,12 @@ class AdaptedLinear(nn.Linear):
         self.lora_b = nn.Parameter(torch.empty(plain.out_features, rank, device=device))
 
     def forward(self, x: Tensor) -> Tensor:
-        output = adapted_product(x, self.weight, self.lora_a, self.lora_b)
+        # In autocast's precision, or that of x; of plain tensors.
+        kind = x.device.type
+        x = x.to(torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype)
+        adapted = F.linear(SCALE * F.linear(x, self.lora_a.to(x.dtype)), self.lora_b.to(x.dtype))
+        output = F.linear(x, self.weight.to(x.dtype)) + adapted
         return output if self.bias is None else output + self.bias.to(output.dtype)
-
-
-def adapted_product(x: Tensor, weight: Tensor, lora_a: Tensor, lora_b: Tensor) -> Tensor:
-    """W x + SCALE B (A x) of plain tensors, in autocast's precision or that of x."""
-    kind = x.device.type
-    x = x.to(torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype)
-    adapted = F.linear(SCALE * F.linear(x, lora_a.to(x.dtype)), lora_b.to(x.dtype))
-    return F.linear(x, weight.to(x.dtype)) + adapted
 
 
 def apply_lora(model: nn.Module, lora: Lora) -> None:
@@ -47,12 +43,8 @@ def apply_lora(model: nn.Module, lora: Lora) -> None:
         if isinstance(layer, nn.Linear) and name.startswith("blocks."):
             model.set_submodule(name, AdaptedLinear(layer, lora.rank))
     for name, parameter in model.named_parameters():
-        parameter.requires_grad_(is_trained(name, lora.also_train))
-
-
-def is_trained(name: str, also_train: tuple[str, ...]) -> bool:
-    part = name.partition(".")[0]
-    return name.endswith(ADAPTERS) or part in also_train or ("norms" in also_train and "norm" in name)
+        in_list = name.partition(".")[0] in lora.also_train or ("norms" in lora.also_train and "norm" in name)
+        parameter.requires_grad_(name.endswith(ADAPTERS) or in_list)
 
 
 def trained(parameters: dict[str, nn.Parameter]) -> dict[str, nn.Parameter]:

@@ -137,12 +137,10 @@ def check_model(config: Config) -> None:
         if config.float8.enable:
             reason = f"multiplies the matrices of a ViT, {known.label} has none; set it to false"
             refuse("float8.enable", True, reason)
-    if config.lora.rank:
-        _check_lora(config)
-
-
-def _check_lora(config: Config) -> None:
-    lora, model = config.lora, config.model
+    # -- adapters
+    lora = config.lora
+    if not lora.rank:
+        return
     if model.name != "vit":
         reason = f'adapts the matrices of a ViT, and model.name = "{model.name}" has none; set this to 0'
         refuse("lora.rank", lora.rank, reason)

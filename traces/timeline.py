@@ -130,7 +130,23 @@ def build_timeline(trace: Trace, intervals: dict[str, int]) -> Timeline:
     for logging and validation. A trace of two steps with a save in it would count half a save a step, where
     the run has one in a hundred: such a span counts once in its interval, others as they were recorded.
     """
-    parts = loop_parts(trace)
+    # The loop on the main thread: spans and the time after each, without a gap. The first begins and the last
+    # ends at infinity, because kernels may run before the first or after the last.
+    parts: list[Segment] = []
+    for step in trace.steps:
+        now, before = step.start, "at the start of the step"
+        for span in trace.host_events:
+            if span.kind == "span" and span.parent is step:
+                name = DATA if span.name.startswith("enumerate(DataLoader)") else span.name.strip("# ")
+                parts += [Segment(now, span.start, before), Segment(span.start, span.end, name)]
+                now, before = span.end, f"after {name}"
+        parts.append(Segment(now, step.end, before))
+    parts = [part for part in parts if part.end > part.start]
+    borders = pairwise([-math.inf, *(part.start for part in parts[1:]), math.inf])
+    parts = [
+        Segment(start, end, part.name, part.name) for part, (start, end) in zip(parts, borders, strict=True)
+    ]
+
     windows = [Segment(step.start, step.end) for step in trace.steps]
     if trace.kernels:
         # A step has ended when the host has left it and the kernels that it launched so far are done.
@@ -192,25 +208,6 @@ def build_timeline(trace: Trace, intervals: dict[str, int]) -> Timeline:
     hidden_ms = sum(overlap.end - overlap.start for overlap in hidden) / 1000 / len(windows)
     step = sum(by_class.values())
     return Timeline(trace, recorded, by_class, step, idle_by_cause, hidden_ms, spread_spans)
-
-
-def loop_parts(trace: Trace) -> list[Segment]:
-    """Return the parts of the loop on the main thread, spans and the time after each, without a gap. The
-    first begins and the last ends at infinity: kernels may run before the first or after the last.
-    """
-    parts: list[Segment] = []
-    for step in trace.steps:
-        now, before = step.start, "at the start of the step"
-        for span in trace.host_events:
-            if span.kind == "span" and span.parent is step:
-                name = DATA if span.name.startswith("enumerate(DataLoader)") else span.name.strip("# ")
-                parts += [Segment(now, span.start, before), Segment(span.start, span.end, name)]
-                now, before = span.end, f"after {name}"
-        parts.append(Segment(now, step.end, before))
-    parts = [part for part in parts if part.end > part.start]
-    borders = [-math.inf, *(part.start for part in parts[1:]), math.inf]
-    times = zip(parts, pairwise(borders), strict=True)
-    return [Segment(start, end, part.name, part.name) for part, (start, end) in times]
 
 
 def fill(free: list[Segment], layer: Iterable[Segment]) -> tuple[list[Segment], list[Segment]]:
