@@ -177,7 +177,8 @@ def _field(schema: Schema, section: str, key: str, where: str) -> dataclasses.Fi
     fields = _section(schema, section, where)
     if key not in fields:
         elsewhere = [f"{s}.{key}" for s in schema if key in _section(schema, s, where)]
-        valid = f"did you mean {elsewhere[0]}?" if elsewhere else nearest(key, fields, prefix=f"{section}.")
+        is_known = len(elsewhere) == 1  # "enable" is in several sections
+        valid = f"did you mean {elsewhere[0]}?" if is_known else nearest(key, fields, prefix=f"{section}.")
         raise ConfigError(f"{section}.{key}: unknown key in {where}; {valid}")
     return fields[key]
 

@@ -78,6 +78,7 @@ COMMAND_LINES = [
     # -- names and syntax
     ("--trainning.steps 3", "trainning: unknown section in the command line; did you mean training?"),
     ("--training.stepz 3", "training.stepz: unknown key in the command line; did you mean training.steps?"),
+    ("--lora.enable true", "lora.enable: unknown key in the command line; valid: rank, also_train"),
     ("--training. 3", "training.: unknown key"),
     ("--steps 3", "--steps: not an option; did you mean --training.steps?"),
     ("--", "--: not an option; options are --section.key value"),
