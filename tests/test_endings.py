@@ -27,7 +27,7 @@ from tests.test_launch import TORCHRUN, launch
 EARLY = "rossby: SIGINT: before the first step, with nothing to save (code 130)"
 
 
-@pytest.mark.parametrize("after", [0.05, 2.0])
+@pytest.mark.parametrize("after", [0.05, pytest.param(2.0, marks=pytest.mark.slow)])
 def test_ctrl_c_in_the_first_seconds_of_the_ranks_is_one_line(start_job, tmp_path, after):
     """Two tracebacks and code 75, with which a loop starts the run again; later "interrupted" once a rank."""
     job = start_job(write_config(tmp_path), tmp_path / "run", NGPU="2")
@@ -129,6 +129,7 @@ def test_all_ranks_get_the_reason_without_a_launcher(tmp_path):
     assert sum((lines for _, lines in ended), []) == ["rossby: ended on purpose"]
 
 
+@pytest.mark.slow
 def test_rank_0_is_killed_in_the_last_plots_without_a_launcher(tmp_path):
     """A traceback of rank 1, which waited in a barrier, and rank 1 was named."""
     options = run_options(write_config(tmp_path), tmp_path / "run", "--training.steps", "2")

@@ -43,7 +43,14 @@ class Exported(NamedTuple):
     model: Path
 
 
-@pytest.fixture(scope="module", params=["vit", pytest.param("unet", marks=pytest.mark.slow), "history"])
+@pytest.fixture(
+    scope="module",
+    params=[
+        "vit",
+        pytest.param("unet", marks=pytest.mark.slow),
+        pytest.param("history", marks=pytest.mark.slow),
+    ],
+)
 def exported(request, tmp_path_factory) -> Exported:
     """A short run with forcings, by a model of either kind, in the folder of its configuration."""
     folder = tmp_path_factory.mktemp(request.param)

@@ -150,6 +150,7 @@ def test_a_source_that_cannot_be_read_is_not_the_disk_of_the_store(source, tmp_p
         convert.main([str(source), str(tmp_path / "own.zarr")])
 
 
+@pytest.mark.slow
 def test_two_runs_that_ask_for_the_same_store_at_once(words, start_job, tmp_path):
     """One converts, the other one waits, or finds it done."""
     jobs = [start_job(Path(words[1]), tmp_path / f"run{number}") for number in range(2)]

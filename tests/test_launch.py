@@ -38,7 +38,7 @@ def addresses_of(pids: Iterable[int]) -> set[str]:
     return {words[1].partition(":")[0] for words in lines if f"socket:[{words[9]}]" in sockets}
 
 
-@pytest.mark.parametrize("launcher", ["run_train.sh", "srun"])
+@pytest.mark.parametrize("launcher", [pytest.param("run_train.sh", marks=pytest.mark.slow), "srun"])
 def test_one_host_listens_on_the_loopback_alone(launcher, start_job, tmp_path):
     """The launcher's store, gloo, and the store that rank 0 has without a launcher."""
     options = [write_config(tmp_path), tmp_path / "run", "--comm.timeout_seconds", "60"]

@@ -106,7 +106,7 @@ def test_groups_wait_as_long_as_the_longest_phase_may_take(tmp_path):
     assert run_timeout().total_seconds() > 600
 
 
-@pytest.mark.parametrize("what", ["stall", "leave"])
+@pytest.mark.parametrize("what", ["stall", pytest.param("leave", marks=pytest.mark.slow)])
 def test_a_rank_that_stalls_or_leaves_is_named(tmp_path, what):
     started = time.monotonic()
     ended = launch(tmp_path, what)
