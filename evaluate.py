@@ -60,8 +60,7 @@ from tqdm import tqdm
 
 from checkpoints.files import complete_steps, step_folder
 from config import RANDOM, Config
-from datasets.archive import open_archive
-from datasets.dates import is_inside
+from datasets.archive import is_inside, open_archive
 from datasets.grid import Grid, coarser
 from datasets.options import parse_selection
 from datasets.regrid import Regridder

@@ -27,8 +27,7 @@ from numcodecs import Blosc
 from benchmarks.results_file import clock, in_turns, parse, record, table
 from datasets.archive import archive_of_dataset, open_archive
 from datasets.convert import Conversion, Request
-from datasets.field_dataset import FieldDataset
-from datasets.loader import EvaluationSampler, Loader
+from datasets.loader import EvaluationSampler, FieldDataset, Loader
 from training.process_settings import retain_memory
 
 BATCH = 4  # dates

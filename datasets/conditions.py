@@ -4,7 +4,7 @@ Forcings need no data: they are functions of date and position, known in advance
 in float64: seconds since 1970 do not fit float32; results are float32, of order one. MPS has no float64: use
 a CPU.
 
-Shapes: B batch, h states of a window (datasets/field_dataset.py), V variables, S static fields, F forcings,
+Shapes: B batch, h states of a window (datasets/loader.py), V variables, S static fields, F forcings,
 N channels of noise, H latitudes, W longitudes, C = h V + S + F + N channels.
 """
 
@@ -18,13 +18,12 @@ from torch import Tensor, nn
 
 from datasets.channels import Channels
 from datasets.grid import Grid, area_weights
-from datasets.variables import changes_sign
-from errors import nearest, refuse
 from models.noise import NoiseFields
 
 SECONDS_PER_DAY = 86400
 DAYS_PER_YEAR = 365.2425  # Gregorian mean
 EPOCH_TO_J2000 = 10957.5  # days from 1970-01-01 00:00 to 2000-01-01 12:00
+MIRRORED = ("v_component", "northward", "vorticity")  # have the other sign in an image at the equator
 SOLAR_CONSTANT = 1361.0  # W m-2; the unit of toa_incident_solar_radiation here, from 0 to 1.035
 
 
@@ -103,13 +102,6 @@ FORCINGS: dict[str, Callable[[Instant], Tensor]] = {
 }
 
 
-def check_forcings(names: Sequence[str]) -> None:
-    """Raise ConfigError with the nearest valid name for the first unknown one."""
-    for name in names:
-        if name not in FORCINGS:
-            refuse("data.forcings", name, f"unknown; {nearest(name, FORCINGS)}")
-
-
 def compute_forcings(
     names: Sequence[str],
     times: Tensor,
@@ -170,12 +162,13 @@ class Conditions(nn.Module):
             anomaly = filled - np.average(filled, weights=weights)
             deviation = np.sqrt(np.average(anomaly**2, weights=weights))
             stacked[number] = torch.from_numpy((anomaly / max(deviation, 1e-12)).astype(np.float32))
+        signs = [-1.0 if any(word in name for word in MIRRORED) else 1.0 for name in channels.variables]
         buffers = {
             "hidden": torch.tensor(channels.hidden, dtype=torch.int64),
             "static": stacked,
             "latitude": torch.from_numpy(grid.latitude.copy()),
             "longitude": torch.from_numpy(grid.longitude.copy()),
-            "signs": torch.tensor([-1.0 if changes_sign(name) else 1.0 for name in channels.variables]),
+            "signs": torch.tensor(signs),
         }
         for name, values in buffers.items():
             self.register_buffer(name, values, persistent=False)

@@ -31,6 +31,7 @@ import json
 import logging
 import math
 import os
+import re
 import shutil
 import signal
 import sys
@@ -40,7 +41,7 @@ from argparse import Namespace
 from collections.abc import Collection, Iterator, Sequence
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -55,18 +56,34 @@ from zarr.codecs import BloscCodec, Crc32cCodec
 
 from command_line import OneLineParser, start
 from config import RANDOM, SIMULATED, Data, in_project
-from datasets.archive import Archive, archive_of_dataset, open_archive, read_static_field, sums_file
+from datasets.archive import (
+    Archive,
+    archive_of_dataset,
+    consecutive,
+    evenly_spaced,
+    is_inside,
+    open_archive,
+    read_static_field,
+    sums_file,
+    usual_hours,
+)
 from datasets.channels import Channels
-from datasets.dates import consecutive, evenly_spaced, is_inside, usual_hours
 from datasets.fields import Decoding
 from datasets.grid import Grid, area_weights, global_grid, sum_moments
 from datasets.options import check_data, check_region, check_selection, parse_selection, parse_storage_options
-from datasets.plausibility import check_static
 from datasets.remote import NO_OPTIONS, Access, describe_error, is_url, protocol_of
 from datasets.shards import write_shard
-from datasets.source import TRAINING_STORE, file_states, find_files
-from datasets.statistics import CHANGE, NUM_COLUMNS, STATE, state_moments
-from datasets.variables import expand_levels, split_name, units
+from datasets.source import TRAINING_STORE, find_files, state_of_array
+from datasets.statistics import (
+    CHANGE,
+    IMPLAUSIBLE,
+    LARGEST,
+    MISSING,
+    NUM_COLUMNS,
+    STATE,
+    refuse_fills,
+)
+from datasets.variables import expand_levels, split_name, units, usual_range
 from jobs.durable_files import replacing
 
 logger = logging.getLogger(__name__)
@@ -78,7 +95,6 @@ COMPARED_DATES = 64  # of an array, on which a source whose files have changed i
 LARGEST_RMS = 1 / 200  # largest RMS error of a float16 field, in units of the scale
 LARGEST_FIRST_START = 100 * 2**30  # bytes that a first start converts; more takes hours
 SINGLE_PROCESS = 2**31  # bytes that are converted without workers, which take seconds to start
-FULL = (errno.ENOSPC, errno.EDQUOT, errno.EIO)  # what a user can repair
 AXES = ("time", "latitude", "longitude")
 OTHER_NAMES = {*AXES, "moments", "sums"}  # in a store, besides its variables
 # Zarr 3 does not specify consolidated metadata, and the folder of sums is no array.
@@ -123,10 +139,7 @@ class Request:
         )
 
     def open(self, elsewhere: Collection[str] = ()) -> Archive:
-        """Open the sources. Raises ConfigError, DataError.
-
-        elsewhere: dimensions of other data that `select` may name, too.
-        """
+        """Open the sources; `select` may name dimensions of `elsewhere`. Raises ConfigError, DataError."""
         selection, (path, *more_paths) = parse_selection(self.select), self.source
         archive = open_archive(path, selection, self.access, () if self.grid else self.region, more_paths)
         here = {name: label for name, label in selection.items() if name not in elsewhere}
@@ -141,13 +154,13 @@ class Request:
 
     def identity(self) -> dict[str, Any]:
         """Return what may not differ when a store is continued, as JSON has it; without secrets."""
-
-        def plain(path: str) -> str:
-            return without_secrets(path if not path or is_url(path) else os.path.abspath(path))
-
-        values = replace(self, source=tuple(map(plain, self.source)), static_path=plain(self.static_path))
+        source, static_path = (
+            [without_secrets(path if not path or is_url(path) else os.path.abspath(path)) for path in paths]
+            for paths in (self.source, [self.static_path])
+        )
+        values = vars(self) | {"source": source, "static_path": static_path[0]}
         left_out = ("access", "levels", "from_config")
-        return json.loads(json.dumps({k: v for k, v in vars(values).items() if k not in left_out}))
+        return json.loads(json.dumps({k: v for k, v in values.items() if k not in left_out}))
 
     def check_store(self, target: Path, variables: Sequence[str] = ()) -> dict[str, Any]:
         """Return the attributes of a store, {} if there is none. Raises ConfigError if TARGET is something
@@ -206,20 +219,9 @@ def open_source(data: Data, elsewhere: Collection[str] = ()) -> Archive:
     return Request.of(data).open(elsewhere)
 
 
-def parse_grid(text: str) -> Grid:
-    """Return the global grid of "32x64"; an odd number of rows ("121x240") has points on the poles."""
-    rows, columns = (int(part) if part.isdecimal() else 0 for part in f"{text}x".split("x")[:2])
-    if text != f"{rows}x{columns}" or min(rows, columns) < 2:
-        refuse("--grid", text, "number of latitudes x number of longitudes expected, as in 121x240")
-    return global_grid((rows, columns), poles=rows % 2 == 1)
-
-
 @contextmanager
 def lock(target: Path, request: Request) -> Iterator[None]:
-    """Keep other processes from writing a store. A first start waits for the end of another one's conversion.
-
-    Raises ConfigError, RunFailed (the disk).
-    """
+    """Keep other processes from writing a store; a first start waits. Raises ConfigError, RunFailed."""
     key, place = request.key("TARGET"), str(target)
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
@@ -227,8 +229,6 @@ def lock(target: Path, request: Request) -> Iterator[None]:
         if not os.access(target if target.exists() else target.parent, os.W_OK):
             raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
     except OSError as error:
-        if error.errno in FULL:
-            raise RunFailed(f"{key} {place!r} cannot be written ({error.strerror}); make room") from None
         reason = f"it cannot be written to ({error.strerror}); name another"
         refuse(key, place, reason + " with data.store_path" * request.from_config)
     # -- of several runs that start on the same source the first converts it, and the others wait and read
@@ -344,7 +344,11 @@ class Conversion:
         if request.grid:
             from datasets.regrid import Regridder  # torch takes seconds
 
-            globe = parse_grid(request.grid)
+            size = re.fullmatch(r"(\d+)x(\d+)", request.grid)
+            if not size or min(int(size[1]), int(size[2])) < 2:
+                reason = "number of latitudes x number of longitudes expected, as in 121x240"
+                refuse("--grid", request.grid, reason)
+            globe = global_grid((int(size[1]), int(size[2])), poles=int(size[1]) % 2 == 1)
             self.grid = globe.crop(request.region, "--region")[0] if request.region else globe
             self.regridder = Regridder(archive.grid, self.grid)
         # Of a field as it is read or as it is written.
@@ -358,15 +362,13 @@ class Conversion:
         return zarr.open_group(self.target, mode="r+", use_consolidated=False)
 
     def read(self, times: np.ndarray, names: Sequence[str]) -> np.ndarray:
-        """Return fields (n, V, H, W) float32 of the source on the grid of the store, NaN where it lacks them.
-        Raises DataError.
-
-        times: ascending.
+        """Return fields (n, V, H, W) float32 of the source at ascending times, on the grid of the store, NaN
+        where it lacks them. Raises DataError.
         """
         fields = np.full((len(times), len(names), *self.grid.shape), np.nan, np.float32)
         rows = np.flatnonzero(np.isin(times, self.archive.times))
         places = np.searchsorted(self.archive.times, times[rows])
-        for near in consecutive(places) if len(places) else []:
+        for near in consecutive(places):
             with reading(self.archive.path):
                 block = self.archive.read_block(int(near[0]), int(near[-1]) + 1, names)
             here = rows[np.isin(places, near)]
@@ -402,18 +404,18 @@ class Conversion:
                     fields[name] = read_static_field(path, name, self.grid, selection, request.access)
                 else:
                     fields[name] = self.fit(self.archive.read_static(name)[None], name)[0]
-        if request.from_config:
-            check_static(fields, path or self.archive.path)
         return fields
 
     def states(self) -> dict[str, str]:
-        """Return the states of the source's files; {} for URLs and analyses in memory."""
-        known = (*self.archive.static_variables, *self.archive.variables)
-        names, path = [name for name in self.static if name in known], self.request.static_path
+        """Return the states of the source's files by array; {} for URLs and analyses in memory."""
+        path, names = self.request.static_path, {*self.names, *self.static}
+        fields = [field for field in self.archive.fields if names.intersection(field.names)]
         with reading(path or self.archive.path):
-            states = self.archive.array_states([*self.names, *names])
-            if states and path and not is_url(path):
-                states |= {path: repr([file_states(file, "") for file in find_files(path)])}
+            arrays = sorted({(field.path, field.array) for field in fields})
+            states = {f"{file} {array}": state_of_array(file, array) for file, array in arrays}
+            states = {name: state for name, state in states.items() if state}
+            if states and path:
+                states |= {file: state_of_array(file, "") for file in find_files(path)}
         return states
 
     def run(self, workers: int = 1, scheduler: str = "") -> None:
@@ -458,9 +460,8 @@ class Conversion:
             self.write(times, workers, scheduler)
 
     def compare(self, times: np.ndarray, changed: set[str]) -> None:
-        """Raise DataError naming variable and date if the source's values differ from those that are written.
-
-        changed: arrays ("path array") of the source whose files have changed; none are known of URLs.
+        """Raise DataError naming variable and date if the source's values differ from the written ones.
+        changed: arrays whose files have changed; none are known of URLs.
         """
         shards = [sums.stem.rsplit("-", 1) for sums in (self.target / "sums").glob("*.npz")]
         size = self.group[array_name(self.names[0])].shards[0]
@@ -472,12 +473,11 @@ class Conversion:
             rows = np.array([r for a in starts for r in range(a, min(a + size, len(times)))], int)
             rows = rows[np.isin(times[rows], self.archive.times)]
             fields = {f"{field.path} {field.array}": field for field, _ in self.archive.find(name)}
-            samples = [] if changed else evenly_spaced(rows, SAMPLED_DATES).tolist()
             # A changed file may have other values on some dates only: compare more of those it has.
-            for place in fields.keys() & changed:
-                inside = rows[np.isin(times[rows], np.asarray(fields[place].times))]
-                samples += evenly_spaced(inside, COMPARED_DATES).tolist()
-            for row in samples:
+            dates = [np.asarray(fields[place].times) for place in fields.keys() & changed]
+            if changed:
+                rows = rows[np.isin(times[rows], np.concatenate([times[:0], *dates]))]
+            for row in evenly_spaced(rows, COMPARED_DATES if changed else SAMPLED_DATES).tolist():
                 field = self.read(times[row : row + 1], [name])[0, 0]
                 field = field if packing is None else pack(field, packing)
                 if not np.array_equal(field, array[row], equal_nan=True):
@@ -605,9 +605,7 @@ class Conversion:
         zarr.consolidate_metadata(group.store)
 
     def write_part(self, part: tuple[int, int, list[str]]) -> None:
-        """Read, check and write the dates [start, stop) of some variables, at most a shard of each, and their
-        moments and sums. Raises DataError.
-        """
+        """Check and write dates [start, stop) of variables, within a shard, and their moments and sums."""
         start, stop, names = part
         group, area = self.group, area_weights(self.grid.latitude)
         all_times = group["time"][:].astype("datetime64[s]")
@@ -629,15 +627,21 @@ class Conversion:
                     check_packing(field, packing, f"{name} at {date}")
                 fields = packing.decode(stored).astype(np.float32)
             ours, columns = fields[len(earlier) :], np.zeros((stop - start, NUM_COLUMNS))
-            shift = group.attrs["shifts"][name]
+            # Near the mean: without it squares of 5e4 m2 s-2 would lose seven of the sixteen digits.
+            shift, (low, high) = group.attrs["shifts"][name], usual_range(name)
             total, count = np.zeros(self.grid.shape), np.zeros(self.grid.shape, np.int32)
             slab = max(1, 2**24 // math.prod(self.grid.shape))  # fields at once: float64 takes memory
             # -- moments of states, sums by cell, and moments of the change over a step
             for a in range(0, len(ours), slab):
-                block, dates = ours[a : a + slab], times[a : a + slab]
-                moments = state_moments(block, name, shift, area, dates, self.archive.path)
-                columns[a : a + slab, : STATE.stop] = moments
-                valid = np.isfinite(block)
+                block, dates, rows = ours[a : a + slab], times[a : a + slab], columns[a : a + slab]
+                valid, is_infinite = np.isfinite(block), np.isinf(block)
+                is_odd = ((block < low) | (block > high)) & valid
+                if is_odd.any() or np.abs(block, where=valid, out=np.zeros_like(block)).max() > LARGEST:
+                    for date, field in zip(dates, block, strict=True):
+                        refuse_fills(field[None], [name], date, self.archive.path)
+                rows[:, MISSING] = (~valid).sum(axis=(1, 2))
+                odd = is_infinite.sum(axis=(1, 2)), is_odd.sum(axis=(1, 2))
+                rows[:, IMPLAUSIBLE], rows[:, STATE] = np.stack(odd, 1), sum_moments(block, shift, area)
                 total += np.where(valid, block, 0).sum(axis=0, dtype=np.float64)
                 count += valid.sum(axis=0, dtype=np.int32)
             for a in range(0, len(now), slab):
@@ -695,36 +699,8 @@ def _end_with(parent: int) -> None:
 # -- the first start of a run
 
 
-def convert_for(data: Data, source: Archive) -> None:
-    """Convert what a configuration reads of its source, unless the store is complete and the source is as it
-    was.
-
-    Raises ConfigError, DataError, RunFailed.
-    """
-    request, target = Request.of(data), store_of(data)
-    conversion = Conversion(request, target, source)
-    attributes = request.check_store(target, conversion.names)
-    is_new = not attributes.get("complete")
-    if not is_new and (states := conversion.states()):
-        if attributes["states"] == states and attributes["dates"] == len(conversion.times):
-            return
-    size, shape = conversion.num_bytes, f"{len(conversion.times)} dates of {len(conversion.names)} variables"
-    if is_new:
-        check_first_start(data, size)
-    with lock(target, request):
-        if is_new:
-            free = shutil.disk_usage(target.parent).free
-            print_message(
-                f"data.path = {without_secrets(data.path)}: converting {shape}, at most "
-                f"{size / 2**30:.2f} GiB, to {target} ({free / 2**30:.1f} GiB free), once"
-            )
-        conversion.run(1 if size < SINGLE_PROCESS else os.cpu_count() or 1)
-
-
 def check_first_start(data: Data, size: int = 0) -> None:
-    """Raise ConfigError with the command where a start does not convert: on several nodes, by ranks, too
-    much.
-    """
+    """Raise ConfigError with the command for sources that no start converts: by several ranks, too large."""
     fix = "convert it first, with the configuration and options of this run: "
     fix += ".venv/bin/python -m datasets.convert --job.config_file FILE"
     if int(os.environ.get("NNODES", "1")) > 1 or int(os.environ.get("WORLD_SIZE", "1")) > 1:
@@ -735,8 +711,7 @@ def check_first_start(data: Data, size: int = 0) -> None:
 
 
 def write_simulated(target: Path) -> None:
-    """Write simulated weather as a training store, unless it is there. Safe for concurrent processes.
-
+    """Write simulated weather as a training store, unless it is there; processes may call it at once.
     Replaces a record of other parameters. Raises ConfigError if there is something else.
     """
     from datasets import simulated  # torch takes seconds

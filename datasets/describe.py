@@ -25,12 +25,11 @@ import pandas as pd
 
 from command_line import OneLineParser
 from config import Validation
-from datasets.archive import Archive, read_all_fields
-from datasets.dates import consecutive, evenly_spaced, find_gaps, usual_hours
+from datasets.archive import Archive, consecutive, evenly_spaced, find_gaps, read_all_fields, usual_hours
 from datasets.grid import latitude_bounds
 from datasets.options import check_selection, parse_selection, parse_storage_options
-from datasets.plausibility import implausible_kinds, undeclared_fill
 from datasets.remote import Access, is_url, protocol_of
+from datasets.statistics import implausible_kinds, undeclared_fill
 from datasets.variables import OFTEN_ZERO, group_levels, join_name, known_name, usual_range
 
 SAMPLED_DATES = 24
@@ -139,9 +138,7 @@ def find_odd_arrays(archive: Archive, every_date: bool) -> Iterator[Finding]:
 
 
 def find_odd_values(archive: Archive, dates: np.ndarray) -> tuple[list[Finding], dict[str, float]]:
-    """Return a finding for each problem of the fields on the dates (indices), and the share of cells of each
-    variable that are missing.
-    """
+    """Return problems of the fields on dates (indices), and the missing share of each variable's cells."""
     problems: dict[tuple[str, str], list[int]] = {}  # problem and name -> dates
     always: dict[str, np.ndarray] = {}  # name -> cells (H, W) that are missing on every date with values
     shares: dict[str, dict[int, float]] = {}  # name -> date -> share of cells that are missing
@@ -155,9 +152,21 @@ def find_odd_values(archive: Archive, dates: np.ndarray) -> tuple[list[Finding],
             for name, values in zip(names, fields, strict=True):
                 if not archive.has([name])[i]:
                     continue
-                for problem in find_problems(values, name):
+                missing, finite = np.isnan(values), values[np.isfinite(values)]
+                if (fill := undeclared_fill(finite, name)) is not None:
+                    found = [f"{fill:g} in some cells: a missing value that is not declared"]
+                    finite = finite[finite != fill]
+                else:
+                    found = []
+                if not len(finite):
+                    found.append("no value at all")
+                elif finite.min() == finite.max() and name.partition(":")[0] not in OFTEN_ZERO:
+                    found.append("one value everywhere")
+                low, high = usual_range(name)
+                counts = np.isinf(values).sum(), ((finite < low) | (finite > high)).sum()
+                kinds = zip(implausible_kinds(name), counts, strict=True)
+                for problem in (*found, *(f"values {kind}" for kind, count in kinds if count)):
                     problems.setdefault((problem, name), []).append(i)
-                missing = np.isnan(values)
                 shares.setdefault(name, {})[i] = missing.mean()
                 if not missing.all():
                     always[name] = always.get(name, missing) & missing
@@ -171,24 +180,6 @@ def find_odd_values(archive: Archive, dates: np.ndarray) -> tuple[list[Finding],
         for (problem, name), rows in problems.items()
     ]
     return findings, {name: float(np.mean([*of_dates.values()])) for name, of_dates in shares.items()}
-
-
-def find_problems(values: np.ndarray, name: str) -> Iterator[str]:
-    """Yield the problems of the values (H, W) of a variable."""
-    finite = values[np.isfinite(values)]
-    fill = undeclared_fill(finite, name)
-    if fill is not None:
-        yield f"{fill:g} in some cells: a missing value that is not declared"
-        finite = finite[finite != fill]
-    if not len(finite):
-        yield "no value at all"
-    elif finite.min() == finite.max() and name.partition(":")[0] not in OFTEN_ZERO:
-        yield "one value everywhere"
-    low, high = usual_range(name)
-    counts = np.isinf(values).sum(), ((finite < low) | (finite > high)).sum()
-    for kind, count in zip(implausible_kinds(name), counts, strict=True):
-        if count:
-            yield f"values {kind}"
 
 
 def data_section(archive: Archive, options: Namespace) -> str:

@@ -68,8 +68,7 @@ class Grid:
         return max(np.abs(self.latitude - other.latitude).max(), np.abs(turn).max()) <= 1e-3
 
     def crop(self, region: Sequence[float], key: str = "data.region") -> "tuple[Grid, slice, np.ndarray]":
-        """Return the points inside (north, west, south, east), with their rows and columns in this grid.
-
+        """Return the points inside (north, west, south, east), and their rows and columns in this grid.
         Raises ConfigError for fewer than two rows or columns.
         """
         north, west, south, east = region
@@ -121,16 +120,12 @@ def latitude_bounds(latitude: np.ndarray) -> np.ndarray:
     if len(values) < 2:
         raise ValueError(f"latitude has {len(values)} rows: the bounds of cells need two or more")
     middle = (values[1:] + values[:-1]) / 2
-    first, last = _outer_bound(values[0], values[1]), _outer_bound(values[-1], values[-2])
-    return np.concatenate([[first], middle, [last]])
-
-
-def _outer_bound(edge: float, inner: float) -> float:
-    """Return the end of the cells beyond the row at `edge` with the neighbour `inner`."""
-    spacing = edge - inner
-    pole = np.copysign(90.0, spacing)
-    near_pole = abs(pole - edge) <= abs(spacing) * (1 + 1e-6) + FLOAT32_DEGREES
-    return float(pole if near_pole else edge + spacing / 2)
+    edges, inner = values[[0, -1]], values[[1, -2]]
+    spacing = edges - inner
+    poles = np.copysign(90.0, spacing)
+    is_near_pole = np.abs(poles - edges) <= np.abs(spacing) * (1 + 1e-6) + FLOAT32_DEGREES
+    ends = np.where(is_near_pole, poles, edges + spacing / 2)
+    return np.concatenate([ends[:1], middle, ends[1:]])
 
 
 def area_weights(latitude: np.ndarray) -> np.ndarray:
@@ -144,10 +139,7 @@ def area_weights(latitude: np.ndarray) -> np.ndarray:
 
 
 def sum_moments(fields: np.ndarray, reference: np.ndarray | float, area: np.ndarray) -> np.ndarray:
-    """Return weight, first and second moment (n, 3) of fields - reference (n, H, W), each over its values.
-
-    area: weights of the rows (H,).
-    """
+    """Return weight, first and second moment (n, 3) of fields - reference (n, H, W); area: of rows (H,)."""
     anomaly = np.subtract(fields, reference, dtype=np.float64)
     valid = np.isfinite(anomaly)
     anomaly[~valid] = 0
@@ -157,9 +149,8 @@ def sum_moments(fields: np.ndarray, reference: np.ndarray | float, area: np.ndar
 
 
 def longitude_bounds(longitude: np.ndarray) -> np.ndarray:
-    """Return the columns' bounds (W + 1,) in degrees for ascending `longitude` (W,): midpoints and two ends.
-
-    If the columns go round the globe the last bound is the first + 360.
+    """Return the bounds of ascending columns (W + 1,) in degrees: midpoints and two ends, 360 apart where the
+    columns go round the globe.
     """
     values = equal_spacing(longitude)
     middle = (values[1:] + values[:-1]) / 2

@@ -1,6 +1,6 @@
 """Conversion between physical and normalised fields.
 
-Shapes: B batch, h states of a window (datasets/field_dataset.py), V variables, H latitudes, W longitudes.
+Shapes: B batch, h states of a window (datasets/loader.py), V variables, H latitudes, W longitudes.
 """
 
 import torch

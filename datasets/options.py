@@ -87,10 +87,7 @@ def check_region(key: str, region: Sequence[float]) -> None:
 
 
 def parse_storage_options(texts: Sequence[str]) -> dict[str, Any]:
-    """Return {"anon": True} for ["anon=true"]; values are TOML if possible, secrets always text.
-
-    Raises ConfigError, which never contains a secret.
-    """
+    """Return {"anon": True} for ["anon=true"]; secrets are text. Raises ConfigError, which contains none."""
     options: dict[str, Any] = {}
     for text in texts:
         name, equals, value = (part.strip() for part in text.partition("="))

@@ -77,11 +77,10 @@ def open_store(url: str, access: Access = NO_OPTIONS) -> Any:
         config, client = _obstore_options(protocol, options)
         given: Any = {"config": config} if protocol not in ("http", "https") else {}
         store = from_url(url, client_options=client, retry_config=RETRIES, **given)  # type: ignore[reportCallIssue, reportArgumentType]
-    except ImportError as error:
-        fix = "install it (pip install -r requirements.txt, or the package that fsspec names)"
-        raise DataError(f"cannot read {url!r}: {describe_error(error)}; {fix}") from None
     except Exception as error:  # every library raises its own
-        raise DataError(f"cannot read {url!r}: {describe_error(error)}") from None
+        fix = "; install it (pip install -r requirements.txt, or the package that fsspec names)"
+        fix = fix if isinstance(error, ImportError) else ""
+        raise DataError(f"cannot read {url!r}: {describe_error(error)}{fix}") from None
     return _PatientStore(store, read_only=True)
 
 

@@ -41,10 +41,8 @@ _THREAD = threading.local()  # memory for one chunk, which a thread reuses
 
 
 def write_shard(path: Path, fields: np.ndarray, num_chunks: int) -> None:
-    """Write fields (n, H, W), at most `num_chunks`, as a shard; none for a field without values. Raises
-    OSError.
-
-    Source: the sharding codec of the specification of Zarr 3, with its index at the end.
+    """Write fields (n, H, W), at most `num_chunks`, as a shard of Zarr 3's sharding codec, with its index at
+    the end; none for a field without values. Raises OSError.
     """
     index, offset = np.full((num_chunks, 2), ABSENT, "<u8"), 0
     with replacing(path) as partial, partial.open("wb") as file:
@@ -60,10 +58,7 @@ def write_shard(path: Path, fields: np.ndarray, num_chunks: int) -> None:
 
 @lru_cache(MAX_OPEN_FILES)
 def _open(path: str) -> FileIO:
-    """Return a file that stays open for its next chunk: opening it each time lowers the rate by a quarter.
-
-    It is closed with the last reference to it.
-    """
+    """Return a file that stays open for its next chunk: opening it each time lowers the rate by a quarter."""
     return FileIO(path)
 
 
@@ -96,9 +91,8 @@ class ShardReader:
         return is_layout and is_packed and is_normal and field.orientation.is_identity
 
     def fill(self, row: int, out: np.ndarray) -> None:
-        """Fill `out` (H, W) with the field at a row of the time axis; NaN if the store has no chunk for it.
-
-        float32 gets physical values, float16 the stored numbers. Raises DataError naming file and date.
+        """Fill `out` (H, W) with the field at a row, NaN without a chunk of it: float32 with physical values,
+        float16 with stored numbers. Raises DataError naming file and date.
         """
         shard, position = divmod(row, self.dates_per_shard)
         direct = out.dtype == self.dtype and out.flags.c_contiguous

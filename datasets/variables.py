@@ -14,9 +14,7 @@ from errors import ConfigError, DataError, format_value
 
 
 class Variable(NamedTuple):
-    """Units, short names, CF's standard name (table 92) of a variable, and a range
-    that is wider than that of analyses on any level, in these units.
-    """
+    """Units, short names, CF's standard name (table 92), and a range wider than that of analyses."""
 
     units: str
     short_names: str
@@ -153,10 +151,7 @@ def surface_or_level(text: str, siblings: Iterable[str], described: str = "") ->
 
 
 def split_name(text: str) -> tuple[str, int | None]:
-    """Return ("geopotential", 500) for "geopotential:500", None as the level of a name without one.
-
-    Raises ConfigError for an empty name and for a level that is not a positive whole number.
-    """
+    """Return ("geopotential", 500) for "geopotential:500", or None as the level. Raises ConfigError."""
     name, colon, level = text.partition(":")
     if name and name == name.strip() and not colon:
         return name, None
@@ -177,11 +172,6 @@ def group_levels(variables: Iterable[str]) -> dict[str, dict[int | None, int]]:
         name, level = split_name(variable)
         grouped.setdefault(name, {})[level] = position
     return grouped
-
-
-def changes_sign(variable: str) -> bool:
-    """Return True if the mirror image at the equator has the other sign: a wind to the north, a rotation."""
-    return any(word in variable for word in ("v_component", "northward", "vorticity"))
 
 
 def units(variable: str) -> str:
@@ -250,10 +240,7 @@ CONVERSIONS = {  # (units of the data, ours)
 
 
 def plain_units(text: str) -> str:
-    """Return units as this project writes them: "m**2/s**2", "m^2 s^-2", "m2.s-2" -> "m2 s-2".
-
-    Unknown ones are kept.
-    """
+    """Return units as written here: "m**2/s**2", "m^2 s^-2", "m2.s-2" -> "m2 s-2"; unknown ones are kept."""
     plain = " ".join(text.split())
     for spelling in (plain.lower(), plain.lower().replace(" ", "_")):
         if spelling in SPELLINGS:

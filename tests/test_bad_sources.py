@@ -306,11 +306,6 @@ def test_static_fields_that_differ_are_refused(tmp_path):
         open_archive(str(tmp_path / "*.nc")).read_static("land_sea_mask")
 
 
-def test_netcdf_of_64_bit_data_is_called_by_its_name(tmp_path):
-    (tmp_path / "a.nc").write_bytes(b"CDF\x05" + bytes(60))
-    assert "CDF-5" in refusal(str(tmp_path / "a.nc")) and "nccopy" in refusal(str(tmp_path / "a.nc"))
-
-
 @pytest.mark.parametrize("make", [unreadable_folder, unreadable_file])
 def test_what_may_not_be_read_is_one_line(tmp_path, monkeypatch, make: Callable):
     """Root may read everything, so that the system's answer is made here."""

@@ -199,7 +199,7 @@ def test_an_array_without_the_selected_label_is_left_out_with_the_reason(tmp_pat
     members = [
         on_cells(name).expand_dims(m=labels, axis=1) for name, labels in (("t2m", [0, 1]), ("sp", [5, 6]))
     ]
-    kinds = [OpenFile.of_dataset("a.grib", each.to_dataset()) for each in members]
+    kinds = [OpenFile("a.grib", each.to_dataset().variables, {}) for each in members]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("datasets.source.open_files", lambda path, access: kinds)
         fields, unreadable = open_fields("a.grib", {"m": "1"})

@@ -16,8 +16,7 @@ from torch.utils.data import Sampler
 
 from datasets import convert
 from datasets.archive import TrainingStore, open_archive
-from datasets.field_dataset import FieldDataset
-from datasets.loader import Loader, TrainLoader, TrainSampler
+from datasets.loader import FieldDataset, Loader, TrainSampler
 from errors import DataError
 from tests.sample_archives import analyses, weatherbench
 
@@ -209,7 +208,7 @@ def test_forty_arrays_are_read_with_256_open_files(tmp_path):
     try:
         archive = open_archive(path)
         dataset = FieldDataset(archive, archive.variables, np.arange(5)[:, None])
-        batches = TrainLoader(dataset, TrainSampler(5, 0, 1, 1, 0, 1), 2, False).iterate(0, num_dates=1)
+        batches = iter(Loader(dataset, TrainSampler(5, 0, 1, 0, 1), 2))
         assert len([next(batches) for _ in range(10)]) == 10
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, limits)

@@ -6,9 +6,8 @@ import torch
 
 from datasets.archive import open_archive
 from datasets.convert import main
-from datasets.field_dataset import FieldDataset
 from datasets.grid import area_weights
-from datasets.loader import Loader
+from datasets.loader import FieldDataset, Loader
 from datasets.selection import Selection
 from errors import ConfigError
 from tests.sample_archives import NAMES, analyses, values, weatherbench

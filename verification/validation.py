@@ -1,7 +1,7 @@
 """Scoring forecasts over every date of a period, exactly once, on any number of ranks.
 
 The sums over dates are those of evaluate.py. Shapes: B dates, M members of an ensemble (1 of any other
-forecast), h states of a window (datasets/field_dataset.py), L leads, V variables, H latitudes, W longitudes,
+forecast), h states of a window (datasets/loader.py), L leads, V variables, H latitudes, W longitudes,
 n dates in all.
 """
 
@@ -14,8 +14,7 @@ import torch.distributed as dist
 import xarray as xr
 from torch import Tensor
 
-from datasets.field_dataset import FieldDataset, split_sample
-from datasets.loader import EvaluationSampler, Loader
+from datasets.loader import EvaluationSampler, FieldDataset, Loader, split_sample
 from verification.rollout import Forecast
 from verification.scores import RegionMeans, date_statistics, final_scores, statistic_names
 from verification.scores_by_date import DIMS, Example
