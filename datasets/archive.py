@@ -244,9 +244,8 @@ def read_all_fields(
     access: Access = NO_OPTIONS,
     left_out: dict[str, str] | None = None,
 ) -> tuple[list[Field], dict[str, str]]:
-    """Return the fields of all files that a path means, and why other arrays cannot be read.
-
-    left_out: is given the reason for each of several files that cannot be read, which otherwise is an error.
+    """Return the fields of all files of a path, and why other arrays cannot be read. left_out: is given the
+    reason for each of several files that cannot be read, which otherwise is an error.
     """
     fields, unreadable, files = [], {}, find_files(path)
     for name in files:
@@ -274,10 +273,8 @@ def read_static_field(
     selection: Mapping[str, str] | None = None,
     access: Access = NO_OPTIONS,
 ) -> np.ndarray:
-    """Return a field (H, W) float32 of some file, conservatively regridded if it is not on the target grid.
-
-    Of a variable with times the first date counts. Raises DataError if the file has no such field, or its
-    grid is wholly outside the target.
+    """Return a field (H, W) float32 of a file, of the first date if it has any, conservatively regridded if
+    it is not on the target grid. Raises DataError without it, or if its grid is outside.
     """
     fields, unreadable = read_all_fields(path, selection, access)
     own = [field for field in fields if name in field.names] or fields

@@ -42,9 +42,8 @@ class Instant:
         return 2 * math.pi * fraction + self.longitude
 
     def day_of_year(self) -> Tensor:
-        """Return the season as an angle (B, 1, 1), 0 at 1 January of 2000 and again each mean Gregorian year.
-
-        It differs from the calendar's by less than a day, without jumps at midnight or after a leap year.
+        """Return the season as an angle (B, 1, 1), 0 at 1 January of 2000 and after each mean Gregorian year:
+        less than a day from the calendar's, without jumps at midnight or after a leap year.
         """
         days = self.seconds.double() / SECONDS_PER_DAY - (EPOCH_TO_J2000 - 0.5)
         return 2 * math.pi * torch.remainder(days / DAYS_PER_YEAR, 1.0)
@@ -77,9 +76,8 @@ def sun_position(seconds: Tensor) -> Sun:
 
 
 def insolation(at: Instant) -> Tensor:
-    """Return the instantaneous radiation at the top of the atmosphere / solar constant, (B, H, W).
-
-    ERA5's variable of this name is instead accumulated over the hour before, in J m-2.
+    """Return the instantaneous radiation at the top of the atmosphere / solar constant, (B, H, W); ERA5's
+    variable of this name is accumulated over the hour before, in J m-2.
     """
     sun = sun_position(at.seconds)
     hour_angle = at.local_time() - math.pi + sun.equation_of_time
@@ -103,11 +101,7 @@ FORCINGS: dict[str, Callable[[Instant], Tensor]] = {
 
 
 def compute_forcings(
-    names: Sequence[str],
-    times: Tensor,
-    latitude: Tensor,
-    longitude: Tensor,
-    hemisphere: Tensor | int = 1,
+    names: Sequence[str], times: Tensor, latitude: Tensor, longitude: Tensor, hemisphere: Tensor | int = 1
 ) -> Tensor:
     """Return forcings (B, F, H, W), float32 and of order one, in the order of `names`.
 

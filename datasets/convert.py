@@ -9,21 +9,13 @@ killed, the same command continues; if the source has later dates since, it appe
 about 3.5 GiB of memory at most. Exit codes: 0, 1 an error of the disk or a lost worker, 2 bad input.
 """
 
-from errors import (
-    DataError,
-    RunFailed,
-    one_line_errors,
-    print_message,
-    refuse,
-    without_secrets,
-)
+from errors import DataError, RunFailed, one_line_errors, print_message, refuse, without_secrets
 from jobs.signals import end_at_signals
 
 if __name__ == "__main__":
     end_at_signals()  # before the imports, which take a second
 
 import ctypes
-import errno
 import fcntl
 import glob
 import hashlib
@@ -32,7 +24,6 @@ import logging
 import math
 import os
 import re
-import shutil
 import signal
 import sys
 import time
@@ -70,25 +61,17 @@ from datasets.archive import (
 from datasets.channels import Channels
 from datasets.fields import Decoding
 from datasets.grid import Grid, area_weights, global_grid, sum_moments
-from datasets.options import check_data, check_region, check_selection, parse_selection, parse_storage_options
-from datasets.remote import NO_OPTIONS, Access, describe_error, is_url, protocol_of
+from datasets.options import check_data, check_region, check_selection, parse_selection
+from datasets.remote import NO_OPTIONS, Access, describe_error, is_url
 from datasets.shards import write_shard
-from datasets.source import TRAINING_STORE, find_files, state_of_array
-from datasets.statistics import (
-    CHANGE,
-    IMPLAUSIBLE,
-    LARGEST,
-    MISSING,
-    NUM_COLUMNS,
-    STATE,
-    refuse_fills,
-)
+from datasets.source import TRAINING_STORE, find_files
+from datasets.statistics import CHANGE, IMPLAUSIBLE, LARGEST, MISSING, NUM_COLUMNS, STATE, refuse_fills
 from datasets.variables import expand_levels, split_name, units, usual_range
 from jobs.durable_files import replacing
 
 logger = logging.getLogger(__name__)
 VERSION = 2  # of the layout of a store
-SIMULATED_PATH, SIMULATED_SOURCE = "outputs/stores/simulated.zarr", "memory://simulated"
+SIMULATED_PATH = "outputs/stores/simulated.zarr"
 SHARD_DATES, SHARD_BYTES, PART_BYTES = 512, 2**28, 2**30  # at most
 SAMPLED_DATES = 16  # for scales and offsets of float16
 COMPARED_DATES = 64  # of an array, on which a source whose files have changed is compared with its store
@@ -132,7 +115,7 @@ class Request:
             period=tuple(period for period in periods if period) if data.train_period else (),
             region=tuple(data.region),
             select=tuple(data.select),
-            access=access_of(data),
+            access=Access.of(data.storage_options, data.path),
             dtype="float32",
             step_hours=data.step_hours,
             from_config=True,
@@ -177,7 +160,8 @@ class Request:
             known = attributes["options"].get(name, value)
             if value != known and (variables or name != "variables"):
                 option = self.key("SOURCE" if name == "source" else f"--{name}")
-                reason = f"{str(target)!r} was begun with {name} {known!r}; use that, or another {key}"
+                fix = f"use that, remove it, or name another {key}"
+                reason = f"{str(target)!r} was begun with {name} {known!r}; {fix}"
                 refuse(option, value, reason)
         return attributes
 
@@ -187,11 +171,6 @@ def read_attributes(path: Path) -> dict[str, Any]:
     with suppress(OSError, ValueError):
         return json.loads((path / "zarr.json").read_text()).get("attributes", {})
     return {}
-
-
-def access_of(data: Data) -> Access:
-    """Return the options for reading URLs of a run: data.path, and others of the same protocol."""
-    return Access(tuple(data.storage_options), protocol_of(data.path))
 
 
 def store_of(data: Data) -> Path:
@@ -226,8 +205,6 @@ def lock(target: Path, request: Request) -> Iterator[None]:
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         file = (target.parent / f".{target.name}.lock").open("w")
-        if not os.access(target if target.exists() else target.parent, os.W_OK):
-            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
     except OSError as error:
         reason = f"it cannot be written to ({error.strerror}); name another"
         refuse(key, place, reason + " with data.store_path" * request.from_config)
@@ -408,14 +385,23 @@ class Conversion:
 
     def states(self) -> dict[str, str]:
         """Return the states of the source's files by array; {} for URLs and analyses in memory."""
-        path, names = self.request.static_path, {*self.names, *self.static}
+        path, names, states = self.request.static_path, {*self.names, *self.static}, dict[str, str]()
         fields = [field for field in self.archive.fields if names.intersection(field.names)]
         with reading(path or self.archive.path):
-            arrays = sorted({(field.path, field.array) for field in fields})
-            states = {f"{file} {array}": state_of_array(file, array) for file, array in arrays}
-            states = {name: state for name, state in states.items() if state}
-            if states and path:
-                states |= {file: state_of_array(file, "") for file in find_files(path)}
+            arrays = sorted({(field.path, field.array) for field in fields if not is_url(field.path)})
+            if arrays and path and not is_url(path):
+                arrays += [(file, "") for file in find_files(path)]
+            # -- a digest of the names, sizes and modification times of the files of an array
+            for file, array in arrays:
+                files, digest = [Path(file)], hashlib.sha256()
+                if files[0].is_dir():
+                    found = (inside for inside in (files[0] / array).rglob("*") if inside.is_file())
+                    files = sorted(found, key=str)
+                for inside in files:
+                    status, name = inside.stat(), os.path.relpath(inside, os.path.dirname(file))
+                    line = f"{name} {status.st_size} {status.st_mtime_ns}\n"
+                    digest.update(line.encode("utf-8", "surrogateescape"))
+                states[f"{file} {array}"] = digest.hexdigest()[:16]
         return states
 
     def run(self, workers: int = 1, scheduler: str = "") -> None:
@@ -431,18 +417,41 @@ class Conversion:
         times, states = group["time"][: group.attrs["dates"]].astype("datetime64[s]"), self.states()
         known = group.attrs["states"]
         if not states or states != known:
-            self.compare(times, {name for name, value in states.items() if value != known.get(name)})
+            # -- arrays whose files have changed; none are known of URLs
+            changed = {name for name, value in states.items() if value != known.get(name)}
+            shards = [sums.stem.rsplit("-", 1) for sums in (self.target / "sums").glob("*.npz")]
+            size = self.group[array_name(self.names[0])].shards[0]
+            fix = f"remove {str(self.target)!r} to convert them, or name another {self.request.key('TARGET')}"
+            reason = f"is not what it was when it was converted; {fix}"
+            for name in self.names:
+                packing, array = self.packing(name), self.group[array_name(name)]
+                starts = sorted(int(start) for stem, start in shards if stem == array_name(name))
+                rows = np.array([r for a in starts for r in range(a, min(a + size, len(times)))], int)
+                rows = rows[np.isin(times[rows], self.archive.times)]
+                fields = {f"{field.path} {field.array}": field for field, _ in self.archive.find(name)}
+                # A changed file may have other values on some dates only: compare more of those it has.
+                dates = [np.asarray(fields[place].times) for place in fields.keys() & changed]
+                if changed:
+                    rows = rows[np.isin(times[rows], np.concatenate([times[:0], *dates]))]
+                for row in evenly_spaced(rows, COMPARED_DATES if changed else SAMPLED_DATES).tolist():
+                    field = self.read(times[row : row + 1], [name])[0, 0]
+                    field = field if packing is None else pack(field, packing)
+                    if not np.array_equal(field, array[row], equal_nan=True):
+                        raise DataError(f"{self.archive.path!r}: {name} at {times[row]} {reason}")
+            for name, field in self.static_fields().items():
+                if not np.array_equal(field, self.group[array_name(name)][:], equal_nan=True):
+                    raise DataError(f"{self.archive.path!r}: {name} {reason}")
             group.update_attributes({"states": states})
         written = times if group.attrs["complete"] else times[: group.attrs.get("written", 0)]
-        if len(lost := times[~np.isin(times, self.times)]):
-            if len(missing := np.setdiff1d(lost, written)):
-                reason = f"it no longer has {missing[0]}, with which {str(self.target)!r} was begun"
-                refuse(key, self.archive.path, f"{reason}; convert to another TARGET")
-            number = f"{len(lost)} dates, the first {lost[0]}"
-            logger.info("%s: the source has %s, no more", self.target, number)
+        lost = np.setdiff1d(times, self.times)
+        if len(missing := np.setdiff1d(lost, written)):
+            reason = f"it no longer has {missing[0]}, with which {str(self.target)!r} was begun"
+            refuse(key, self.archive.path, f"{reason}; convert to another TARGET")
+        if len(lost):
+            logger.info("%s: %d dates are no longer in the source: %s", self.target, len(lost), lost[0])
         # -- dates are appended only: training counts samples by position, which must not move
         later = np.setdiff1d(self.times, times)
-        if len(later) and len(times) and later[0] < times[-1]:
+        if len(later) and later[0] < times[-1]:
             reason = f"it has {later[0]} now, which {str(self.target)!r} lacks before its end"
             refuse(key, self.archive.path, f"{reason}; remove that folder, or name another TARGET")
         if len(later):
@@ -458,33 +467,6 @@ class Conversion:
             group.update_attributes({"dates": len(times)})  # last: a kill before leaves the old number
         if not group.attrs["complete"]:
             self.write(times, workers, scheduler)
-
-    def compare(self, times: np.ndarray, changed: set[str]) -> None:
-        """Raise DataError naming variable and date if the source's values differ from the written ones.
-        changed: arrays whose files have changed; none are known of URLs.
-        """
-        shards = [sums.stem.rsplit("-", 1) for sums in (self.target / "sums").glob("*.npz")]
-        size = self.group[array_name(self.names[0])].shards[0]
-        fix = f"remove {str(self.target)!r} to convert them, or name another {self.request.key('TARGET')}"
-        reason = f"is not what it was when it was converted; {fix}"
-        for name in self.names:
-            packing, array = self.packing(name), self.group[array_name(name)]
-            starts = sorted(int(start) for stem, start in shards if stem == array_name(name))
-            rows = np.array([r for a in starts for r in range(a, min(a + size, len(times)))], int)
-            rows = rows[np.isin(times[rows], self.archive.times)]
-            fields = {f"{field.path} {field.array}": field for field, _ in self.archive.find(name)}
-            # A changed file may have other values on some dates only: compare more of those it has.
-            dates = [np.asarray(fields[place].times) for place in fields.keys() & changed]
-            if changed:
-                rows = rows[np.isin(times[rows], np.concatenate([times[:0], *dates]))]
-            for row in evenly_spaced(rows, COMPARED_DATES if changed else SAMPLED_DATES).tolist():
-                field = self.read(times[row : row + 1], [name])[0, 0]
-                field = field if packing is None else pack(field, packing)
-                if not np.array_equal(field, array[row], equal_nan=True):
-                    raise DataError(f"{self.archive.path!r}: {name} at {times[row]} {reason}")
-        for name, field in self.static_fields().items():
-            if not np.array_equal(field, self.group[array_name(name)][:], equal_nan=True):
-                raise DataError(f"{self.archive.path!r}: {name} {reason}")
 
     def create(self) -> None:
         """Create a store without values: under another name, so that a kill leaves nothing in TARGET."""
@@ -556,7 +538,10 @@ class Conversion:
         return packings
 
     def write(self, times: np.ndarray, workers: int, scheduler: str) -> None:
-        """Write the missing parts and the moments of all dates, then mark the store as complete."""
+        """Write the missing parts and the moments of all dates, then mark the store as complete.
+
+        Raises what a part raises, RunFailed if a worker is lost, ConfigError if no scheduler answers.
+        """
         group, count = self.group, len(times)
         shard = group[array_name(self.names[0])].shards[0]
         together = self.archive.group_by_array(self.names)
@@ -579,8 +564,31 @@ class Conversion:
             for names in groups:
                 if not all(sums_file(self.target, name, first).exists() for name in names):
                     tasks.append(delayed(self.write_part)((first, min(first + shard, count), names)))
-        run_parts(tasks, workers, scheduler)
+        # Processes, not threads: HDF5 has one lock per process, and packing needs Python's lock.
+        kind = None if scheduler else "processes" if workers > 1 else "synchronous"
+        ending: Any = {"multiprocessing.initializer": partial(_end_with, os.getpid())}
+        with ExitStack() as stack:
+            if scheduler:
+                try:
+                    import distributed  # type: ignore[reportMissingImports]  # an extra
 
+                    # dask's scheduler from here on
+                    stack.enter_context(distributed.Client(scheduler, timeout=20))
+                except ImportError:
+                    fix = 'needs the package distributed: pip install -e ".[distributed]"'
+                    refuse("--scheduler", scheduler, fix)
+                except (OSError, ValueError) as error:
+                    reason = f"no scheduler answers ({describe_error(error)}); start one"
+                    refuse("--scheduler", scheduler, reason)
+            stack.enter_context(dask_config.set(ending))
+            stack.enter_context(TqdmCallback(desc="conversion", unit="task", disable=None))
+            try:
+                dask.base.compute(*tasks, scheduler=kind, num_workers=workers, chunksize=1)
+            except BrokenProcessPool:
+                reason = "a worker was killed, perhaps because memory ran out: use fewer --workers"
+                raise RunFailed(f"{reason}; the same command continues") from None
+
+        # -- the moments of all dates, in one array
         moments = np.empty((count, len(self.names), NUM_COLUMNS))
         for v, name in enumerate(self.names):
             for first in range(0, count, shard):
@@ -658,36 +666,6 @@ class Conversion:
 # -- processes
 
 
-def run_parts(tasks: Sequence[Any], workers: int, scheduler: str) -> None:
-    """Run tasks of dask: in this process, in workers, or on a cluster of dask.distributed.
-
-    Raises what a task raises, RunFailed if a worker is lost, ConfigError if no scheduler answers.
-    """
-    # Processes, not threads: HDF5 has one lock per process, and packing needs Python's lock.
-    kind = None if scheduler else "processes" if workers > 1 else "synchronous"
-    ending: Any = {"multiprocessing.initializer": partial(_end_with, os.getpid())}
-    with ExitStack() as stack:
-        if scheduler:
-            try:
-                import distributed  # type: ignore[reportMissingImports]  # an extra
-
-                # dask's scheduler from here on
-                stack.enter_context(distributed.Client(scheduler, timeout=20))
-            except ImportError:
-                fix = 'needs the package distributed: pip install -e ".[distributed]"'
-                refuse("--scheduler", scheduler, fix)
-            except (OSError, ValueError) as error:
-                reason = f"no scheduler answers ({describe_error(error)}); start one"
-                refuse("--scheduler", scheduler, reason)
-        stack.enter_context(dask_config.set(ending))
-        stack.enter_context(TqdmCallback(desc="conversion", unit="task", disable=None))
-        try:
-            dask.base.compute(*tasks, scheduler=kind, num_workers=workers, chunksize=1)
-        except BrokenProcessPool:
-            reason = "a worker was killed, perhaps because memory ran out: use fewer --workers"
-            raise RunFailed(f"{reason}; the same command continues") from None
-
-
 def _end_with(parent: int) -> None:
     """Make a worker end with its parent, which alone handles Ctrl-C."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -711,31 +689,21 @@ def check_first_start(data: Data, size: int = 0) -> None:
 
 
 def write_simulated(target: Path) -> None:
-    """Write simulated weather as a training store, unless it is there; processes may call it at once.
-    Replaces a record of other parameters. Raises ConfigError if there is something else.
+    """Write simulated weather as a training store, unless it is there; processes may call it at once. Raises
+    ConfigError if there is something else, or a record of other parameters.
     """
     from datasets import simulated  # torch takes seconds
 
     numbers = [simulated.VERSION, simulated.NUM_YEARS, simulated.NUM_DAYS, asdict(simulated.DEFAULTS)]
-    digest = hashlib.sha256(json.dumps(numbers).encode()).hexdigest()[:16]
-    request = Request((f"{SIMULATED_SOURCE}-{digest}",), dtype="float32", step_hours=6, from_config=True)
-
-    def is_written() -> bool:
-        attributes = read_attributes(target)
-        known = attributes.get("options", {}).get("source", [""])
-        if target.exists() and not known[0].startswith(SIMULATED_SOURCE):
-            refuse("data.path", SIMULATED, f"{str(target)!r} is not simulated data; remove it")
-        is_same = known == list(request.source) and attributes[TRAINING_STORE] == VERSION
-        return is_same and attributes["complete"]
-
-    if is_written():  # also on a disk that is only read
+    source = f"memory://simulated-{hashlib.sha256(json.dumps(numbers).encode()).hexdigest()[:16]}"
+    request = Request((source,), dtype="float32", step_hours=6, from_config=True)
+    if request.check_store(target).get("complete"):  # also on a disk that is only read
         return
     with lock(target, request):
-        if not is_written():
+        if not request.check_store(target).get("complete"):
             begin = time.perf_counter()
             dataset = simulated.simulate(simulated.NUM_YEARS, simulated.NUM_DAYS, 0, simulated.DEFAULTS)
-            shutil.rmtree(target, ignore_errors=True)
-            Conversion(request, target, archive_of_dataset(request.source[0], dataset)).run()
+            Conversion(request, target, archive_of_dataset(source, dataset)).run()
             seconds = time.perf_counter() - begin
             logger.info("simulated %d years in %.1f s: %s", simulated.NUM_YEARS, seconds, target)
 
@@ -761,17 +729,11 @@ def main(argv: list[str]) -> int:
         add("--grid", default="", metavar="HxW", help="regrid: 121x240 has rows on the poles, 32x64 has none")
         add("--dtype", choices=("float16", "float32"), default="float16", help="default: float16")
         add("--workers", type=int, default=1, metavar="N", help="processes of this machine")
-        add(
-            "--scheduler",
-            default="",
-            metavar="tcp://HOST:PORT",
-            help="of dask.distributed, instead of workers",
-        )
+        add("--scheduler", default="", metavar="tcp://HOST:PORT", help="of dask.distributed, for workers")
         add("--select", nargs="+", default=[], metavar="DIM=LABEL", help="as data.select")
         add("--storage_options", nargs="+", default=[], metavar="NAME=VALUE", help="as data.storage_options")
         options = parser.parse_args(argv)
         check_region("--region", options.region)
-        parse_storage_options(options.storage_options)
         if options.workers < 1:
             refuse("--workers", options.workers, "one or more processes expected")
         if is_url(options.target):
@@ -785,7 +747,7 @@ def main(argv: list[str]) -> int:
             period=(tuple(options.period),) if options.period else (),
             region=tuple(options.region),
             select=tuple(options.select),
-            access=Access(tuple(options.storage_options), protocol_of(options.source)),
+            access=Access.of(options.storage_options, options.source),
             grid=options.grid,
             dtype=options.dtype,
         )

@@ -16,7 +16,6 @@ if __name__ == "__main__":
 import json
 import os
 import sys
-from argparse import Namespace
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -27,8 +26,8 @@ from command_line import OneLineParser
 from config import Validation
 from datasets.archive import Archive, consecutive, evenly_spaced, find_gaps, read_all_fields, usual_hours
 from datasets.grid import latitude_bounds
-from datasets.options import check_selection, parse_selection, parse_storage_options
-from datasets.remote import Access, is_url, protocol_of
+from datasets.options import check_selection, parse_selection
+from datasets.remote import Access, is_url
 from datasets.statistics import implausible_kinds, undeclared_fill
 from datasets.variables import OFTEN_ZERO, group_levels, join_name, known_name, usual_range
 
@@ -58,8 +57,7 @@ def main(argv: list[str]) -> int:
     options = parser.parse_args(argv)
     # -- the source, with what of it cannot be read, and what is odd about the values of some dates
     selection, left_out = parse_selection(options.select), dict[str, str]()
-    parse_storage_options(options.storage_options)
-    access = Access(tuple(options.storage_options), protocol_of(options.source))
+    access = Access.of(options.storage_options, options.source)
     fields, unreadable = read_all_fields(options.source, selection, access, left_out)
     archive = Archive(options.source, fields, unreadable)
     check_selection(selection, archive.extra_dimensions, options.source)
@@ -95,7 +93,34 @@ def main(argv: list[str]) -> int:
         print(f"{problems.to_string(index=False, justify='left')}\n{len(problems)} problems in {checked}\n")
     else:
         print(f"no problems in {checked}\n")
-    print(data_section(archive, options))
+    # -- sections that train below any shipped configuration; the last part of the dates validates
+    first = times[int(len(times) * (1 - HELD_OUT))]
+    first = max(times[min(2, len(times) - 1)], min(first, times[-1] - LONGEST_LEAD))
+    first = first if len(times) < 20 else first.astype("datetime64[D]").astype("datetime64[s]")
+    before = times[times < first]
+    train, validation = (
+        [str(begin).removesuffix("T00:00:00"), str(end)]
+        for begin, end in ((before[0], before[-1]), (first, times[-1]))
+    )
+    step, path = max(1, round(usual_hours(times))), options.source
+    lists = {key: getattr(options, key) for key in ("select", "storage_options")}
+    on_levels = {name.partition(":")[0] for name in archive.variables if ":" in name}
+    section: dict[str, Any] = {
+        "path": path if is_url(path) else os.path.abspath(path),
+        "variables": [name for name in archive.variables if name not in on_levels],
+        "levels": [],  # and, if there are none, no static variables: the configuration may have some
+        "static_variables": archive.static_variables,
+        **{key: values for key, values in lists.items() if values},
+        "grid_shape": list(archive.grid.shape),
+        "step_hours": step,
+        "train_period": train,
+        "validation_period": validation,
+    }
+    # Texts, numbers and lists are the same in TOML and JSON; tomli_w gives each level a line of its own.
+    lines = [f"{key} = {json.dumps(value, ensure_ascii=False)}" for key, value in section.items()]
+    longest = (times[-1] - np.datetime64(validation[0])) / np.timedelta64(1, "h")
+    leads = [h for h in Validation().lead_hours if h % step == 0 and h <= longest] or [step]
+    print(without_secrets("\n".join(["[data]", *lines, "", "[validation]", f"lead_hours = {leads}"])))
     return int(bool(findings))
 
 
@@ -180,39 +205,6 @@ def find_odd_values(archive: Archive, dates: np.ndarray) -> tuple[list[Finding],
         for (problem, name), rows in problems.items()
     ]
     return findings, {name: float(np.mean([*of_dates.values()])) for name, of_dates in shares.items()}
-
-
-def data_section(archive: Archive, options: Namespace) -> str:
-    """Return the TOML of a [data] and a [validation] section that train below any shipped configuration."""
-    # The last part of the dates validates.
-    times = archive.times
-    first = times[int(len(times) * (1 - HELD_OUT))]
-    first = max(times[min(2, len(times) - 1)], min(first, times[-1] - LONGEST_LEAD))
-    first = first if len(times) < 20 else first.astype("datetime64[D]").astype("datetime64[s]")
-    before = times[times < first]
-    train, validation = (
-        [str(begin).removesuffix("T00:00:00"), str(end)]
-        for begin, end in ((before[0], before[-1]), (first, times[-1]))
-    )
-    step, path = max(1, round(usual_hours(times))), options.source
-    lists = {key: getattr(options, key) for key in ("select", "storage_options")}
-    on_levels = {name.partition(":")[0] for name in archive.variables if ":" in name}
-    section: dict[str, Any] = {
-        "path": path if is_url(path) else os.path.abspath(path),
-        "variables": [name for name in archive.variables if name not in on_levels],
-        "levels": [],  # and, if there are none, no static variables: the configuration may have some
-        "static_variables": archive.static_variables,
-        **{key: values for key, values in lists.items() if values},
-        "grid_shape": list(archive.grid.shape),
-        "step_hours": step,
-        "train_period": train,
-        "validation_period": validation,
-    }
-    # Texts, numbers and lists are the same in TOML and JSON; tomli_w gives each level a line of its own.
-    lines = [f"{key} = {json.dumps(value, ensure_ascii=False)}" for key, value in section.items()]
-    longest = (times[-1] - np.datetime64(validation[0])) / np.timedelta64(1, "h")
-    leads = [h for h in Validation().lead_hours if h % step == 0 and h <= longest] or [step]
-    return without_secrets("\n".join(["[data]", *lines, "", "[validation]", f"lead_hours = {leads}"]))
 
 
 if __name__ == "__main__":

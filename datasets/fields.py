@@ -296,10 +296,7 @@ def _warn_missing_chunk(path: str, array: str, meaning: str) -> None:
 
 
 class NamedFields:
-    """Fields of files, on one grid, read by the names of their `variables`.
-
-    Analyses (datasets/archive.py), forecasts and climatologies differ in their axes only.
-    """
+    """Fields of files on one grid, read by name; analyses, forecasts and climatologies differ in axes."""
 
     def __init__(
         self, path: str, fields: Sequence[Field], unreadable: Mapping[str, str] | None = None
@@ -346,13 +343,10 @@ class NamedFields:
         for row, name in enumerate(variables):
             field, position = self.find(name)[0]
             rows.setdefault(field, []).append((position, row))
-        sizes = [
-            max(
-                len(range(field.size(axis))[slices.get(axis, slice(None))]) if axis in field.roles else 1
-                for field in rows
-            )
-            for axis in axes
-        ]
+        sizes = []
+        for axis in axes:
+            size = max(field.size(axis) for field in rows)
+            sizes.append(max(1, len(range(size)[slices.get(axis, slice(None))])))
         out = np.empty((*sizes, len(variables), *self.grid.shape), np.float32)
         for field, pairs in rows.items():
             field.fill(out, pairs, axes, slices)

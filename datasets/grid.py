@@ -16,10 +16,8 @@ FLOAT32_DEGREES = 2e-5
 
 
 def equal_spacing(coordinate: np.ndarray) -> np.ndarray:
-    """Return the coordinate (N,) in float64, made exactly equidistant if it is so up to float32 rounding.
-
-    On a 0.1 degree grid float32 rounding alone would change a row's weight by 1e-4. Gaussian latitudes are
-    left as they are.
+    """Return the coordinate (N,) float64, made equidistant if it is so up to float32 rounding, which on a 0.1
+    degree grid would change a row's weight by 1e-4; not Gaussian latitudes.
     """
     values = np.asarray(coordinate, np.float64)
     regular = np.linspace(values[0], values[-1], len(values))

@@ -21,7 +21,6 @@ from typing import Self
 import numpy as np
 import torch
 from torch import Tensor
-from torch.profiler import record_function
 from torch.utils.data import Dataset, Sampler
 from torchdata.nodes import ParallelMapper, SamplerWrapper
 
@@ -199,32 +198,20 @@ class Loader:
     def __init__(
         self, dataset: FieldDataset, sampler: Sampler[list[int]], num_threads: int = 0, pin: bool = False
     ) -> None:
-        self.sampler, self.nodes, self.read = sampler, None, partial(dataset.read, pin=pin)
-        if num_threads:  # each reads a batch, and as many wait
-            self.nodes = ParallelMapper(
-                SamplerWrapper(sampler),
-                self.read,
-                num_threads,
-                in_order=True,
-                method="thread",
-                snapshot_frequency=NEVER,
-            )
+        self.nodes = ParallelMapper(
+            SamplerWrapper(sampler),
+            partial(dataset.read, pin=pin),
+            num_threads,  # each reads a batch, and as many wait; 0: read when it is needed
+            in_order=True,
+            method="thread",
+            snapshot_frequency=NEVER,
+        )
 
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield batches. Raises DataError."""
-        if self.nodes is None:
-            for indices in self.sampler:
-                with record_function("SingleProcessRead"):  # as torch's loader without workers calls it
-                    batch = self.read(indices)
-                yield batch
-            return
         self.nodes.reset()
         try:
-            while True:
-                try:
-                    batch = next(self.nodes)
-                except StopIteration:
-                    return
+            while (batch := next(self.nodes, None)) is not None:
                 yield batch
         except UserError as error:  # which torchdata wraps: the last line is "DataError: text"
             lines = str(error).strip().splitlines()

@@ -152,9 +152,8 @@ class Normalizer(nn.Module):
     # -- gradients of rollouts
 
     def drop_boundary(self, gradient: Tensor, known: Tensor) -> Tensor:
-        """Return the gradient with respect to a window (B, h V, H, W) without its newest state's boundary.
-
-        `advance` took the boundary from `known` (B, V, H, W), so it depends on no earlier step.
+        """Return the gradient of a window (B, h V, H, W) without its newest state's boundary, which `advance`
+        took from `known` (B, V, H, W), so that it depends on no earlier step.
         """
         if self.boundary is None:
             return gradient
@@ -162,10 +161,7 @@ class Normalizer(nn.Module):
         return torch.cat([newest, gradient[:, len(self.mean) :]], dim=1)
 
     def add_taken_over(self, gradient: Tensor, later: Tensor) -> None:
-        """Add the gradient of the states that `advance` copies to the next window, in place.
-
-        later: the gradient with respect to that next window (B, h V, H, W).
-        """
+        """Add the gradient of the states that `advance` copies to the next window, `later`, in place."""
         num = len(self.mean)
         if self.predict == "change":
             gradient[:, :num] += later[:, :num]

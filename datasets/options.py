@@ -22,10 +22,8 @@ Region = Sequence[float]  # north, west, south, east in degrees; empty: all
 
 
 def parse_period(key: str, period: Sequence[str]) -> tuple[datetime, datetime] | None:
-    """Return the first and last time of ["2001-01-01", "2007-12-31"], or None without a period.
-
-    Dates with an offset are converted to UTC; the result has no offset, as in numpy. A last date without an
-    hour includes that day. Raises ConfigError naming `key`.
+    """Return the first and last time of ["2001-01-01", "2007-12-31"], without offset in UTC, None without
+    a period. A last date without an hour includes that day. Raises ConfigError naming `key`.
     """
     if not period:
         return None

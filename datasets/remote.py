@@ -5,7 +5,7 @@ obstore repeats failed requests (time-outs, broken connections, 429 and 5xx) for
 
 import asyncio
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
@@ -45,6 +45,12 @@ class Access:
 
     storage_options: tuple[str, ...] = field(default=(), repr=False)  # may contain secrets
     protocol: str = ""
+
+    @classmethod
+    def of(cls, storage_options: Sequence[str], path: str) -> "Access":
+        """Return the options of a data.path, and of others of its protocol. Raises ConfigError."""
+        parse_storage_options(storage_options)
+        return cls(tuple(storage_options), protocol_of(path))
 
     def options_for(self, url: str) -> dict[str, Any]:
         """Return the options for a URL, none for another protocol: they may be secrets of another store."""

@@ -31,14 +31,13 @@ from datasets.convert import (
     SINGLE_PROCESS,
     Conversion,
     Request,
-    access_of,
     check_first_start,
     lock,
     open_source,
     store_of,
 )
 from datasets.options import is_whole_day, parse_period, parse_selection
-from datasets.remote import is_url
+from datasets.remote import Access, is_url
 from datasets.source import is_zarr
 from datasets.statistics import check_static, refuse_fills
 from errors import ConfigError, nearest, print_message, refuse, without_secrets
@@ -59,10 +58,8 @@ class Selection:
     history: int = 1  # states of a window
 
     def samples(self, period: str, later: Sequence[int]) -> np.ndarray:
-        """Return (n, h + R) indices of a window and the dates t + later x step, for every t that has them.
-
-        All dates of a sample are in the period, so that periods do not overlap, and have all variables.
-        Raises ConfigError if there are no samples.
+        """Return (n, h + R) indices of a window and the dates t + later x step, for every t that has them:
+        all in the period, so that periods do not overlap, with all variables. Raises ConfigError without any.
         """
         dates = getattr(self, period)
         rows = self.around(dates, [*range(0, -self.history, -1), *later], self.available(dates))
@@ -248,7 +245,8 @@ def open_without_periods(
         refuse("data.grid_shape", list(data.grid_shape), f"the data have {list(shape)}; set that or [0, 0]")
     if patch_size[0] > shape[0] or patch_size[1] > shape[1]:
         refuse("model.patch_size", list(patch_size), f"larger than the grid {list(shape)}")
-    static, labels, access = {}, parse_selection(data.select), access_of(data)
+    static, labels = {}, parse_selection(data.select)
+    access = Access.of(data.storage_options, data.path)
     for name in data.static_variables:
         if data.static_path:
             static[name] = read_static_field(data.static_path, name, archive.grid, labels, access)

@@ -1,5 +1,4 @@
-"""Files of training stores: a chunk for each date, in shards, blosc and CRC-32C (the sharding codec of Zarr
-3); and codecs of blosc that refuse a truncated chunk.
+"""Files of training stores: a chunk for each date, in shards of Zarr 3, with blosc and CRC-32C.
 
 A field is one read of its file and one call of its codec, which releases Python's lock, into the memory of
 the batch. zarr-python reads and writes the same files, but needs half a millisecond and copies for each

@@ -220,9 +220,8 @@ class TwoLayerModel:
 
 @torch.inference_mode()
 def simulate(num_years: int, num_days: int, seed: int, parameters: Parameters) -> xr.Dataset:
-    """Return six-hourly weather of `num_days` days from 1 January of `num_years` years on the 64x32 grid.
-
-    Years are independent. The result is bit-exact on one machine. Raises ValueError if the flow blows up.
+    """Return six-hourly weather of `num_days` days from 1 January of independent years, on the 64x32 grid,
+    bit-exact on one machine. Raises ValueError if the flow blows up.
     """
     model = TwoLayerModel(parameters, torch.float32)
     interval, threads = round(6 * 3600 / parameters.step), torch.get_num_threads()

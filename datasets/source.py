@@ -5,7 +5,6 @@ The layout is found from the content: names of arrays, and names, standard_name 
 
 import atexit
 import glob
-import hashlib
 import math
 import os
 import re
@@ -96,21 +95,6 @@ def is_zarr(path: str) -> bool:
     return any(os.path.exists(os.path.join(path, name)) for name in (".zgroup", ".zmetadata", "zarr.json"))
 
 
-def state_of_array(path: str, array: str) -> str:
-    """Return a digest of the names, sizes and modification times of the files of an array, "" for a URL."""
-    if is_url(path):
-        return ""
-    names, digest = [path], hashlib.sha256()
-    if os.path.isdir(path):
-        root = os.path.join(path, array)
-        names = [os.path.join(folder, name) for folder, _, inside in os.walk(root) for name in inside]
-    for name in sorted(names):
-        status, inside = os.stat(name), os.path.relpath(name, os.path.dirname(path))
-        line = f"{inside} {status.st_size} {status.st_mtime_ns}\n"
-        digest.update(line.encode("utf-8", "surrogateescape"))
-    return digest.hexdigest()[:16]
-
-
 @atexit.register
 def _close_files() -> None:
     """Close NetCDF 4 files: h5netcdf 1.8 does so in __del__, with a TypeError when h5py is gone already."""
@@ -154,50 +138,45 @@ class OpenFile:
 def open_files(path: str, access: Access = NO_OPTIONS) -> list[OpenFile]:
     """Open one file by xarray; GRIB gives one result for each kind of level. Raises what libraries raise."""
     if is_url(path) or is_zarr(path):
-        return [_open_zarr(path, access)]
+        register_codecs()
+        store = open_store(path, access) if is_url(path) else path
+        with warnings.catch_warnings(action="ignore"):  # that its metadata are not consolidated
+            backend: Any = xr.backends.ZarrStore.open_group(store, mode="r")  # type: ignore[arg-type]
+            dataset = xr.open_dataset(backend, decode_cf=False, chunks=None, cache=False)
+        group: Any = backend.zarr_group
+        if not group.attrs.get("complete", True) and TRAINING_STORE in group.attrs:
+            raise DataError("its conversion has not ended: run the same `python -m datasets.convert` again")
+        # Sorted, because zarr lists arrays in the order in which metadata arrive, which varies by rank.
+        arrays = {name: dataset.variables[name] for name in sorted(map(str, dataset.variables))}
+        for variable in arrays.values():
+            # Zarr 2's fill value means "missing", as in xarray, except 0 for values that are not packed: many
+            # writers set 0 by default, and every sea cell of a land mask would be NaN.
+            packed = {"scale_factor", "add_offset"} & variable.attrs.keys()
+            zero = variable.attrs.get("_FillValue") == 0
+            if group.metadata.zarr_format == 2 and zero and not packed:
+                del variable.attrs["_FillValue"]
+        return [OpenFile(path, arrays, dict(group.attrs), group)]
+
+    # -- NetCDF and HDF5, by the first bytes
     if not os.path.isfile(path):  # a pipe or a device, which may never end
         raise DataError(f"cannot read {path!r}: it is no regular file")
     with open(path, "rb") as file:
         start = file.read(8)
-    if start[:4] == b"GRIB":
-        return _open_grib(path)
-    engines = {b"\x89HDF": "h5netcdf", b"CDF\x01": "scipy", b"CDF\x02": "scipy"}
-    if start[:4] not in engines:
-        kinds = f"it is neither Zarr, NetCDF 3 or 4, HDF5 nor GRIB (it begins with {start!r})"
-        raise DataError(f"cannot read {path!r}: {kinds if start else 'it is empty'}")
-    engine = engines[start[:4]]
-    options: Any = {"phony_dims": "access"} if engine == "h5netcdf" else {}
-    dataset = xr.open_dataset(path, engine=engine, decode_cf=False, chunks=None, cache=False, **options)
-    return [OpenFile(path, dataset.variables, dataset.attrs)]
+    engine = {b"\x89HDF": "h5netcdf", b"CDF\x01": "scipy", b"CDF\x02": "scipy"}.get(start[:4])
+    if engine:
+        options: Any = {"phony_dims": "access"} if engine == "h5netcdf" else {}
+        dataset = xr.open_dataset(path, engine=engine, decode_cf=False, chunks=None, cache=False, **options)
+        return [OpenFile(path, dataset.variables, dataset.attrs)]
+    if start[:4] != b"GRIB":
+        kinds = f"neither Zarr, NetCDF, HDF5 nor GRIB (it begins with {start!r})"
+        raise DataError(f"cannot read {path!r}: it is {kinds if start else 'empty'}")
 
-
-def _open_zarr(path: str, access: Access) -> OpenFile:
-    register_codecs()
-    store = open_store(path, access) if is_url(path) else path
-    with warnings.catch_warnings(action="ignore"):  # that its metadata are not consolidated
-        backend: Any = xr.backends.ZarrStore.open_group(store, mode="r")  # type: ignore[arg-type]
-        dataset = xr.open_dataset(backend, decode_cf=False, chunks=None, cache=False)
-    group: Any = backend.zarr_group
-    if not group.attrs.get("complete", True) and TRAINING_STORE in group.attrs:
-        raise DataError("its conversion has not ended: run the same `python -m datasets.convert` again")
-    # Sorted, because zarr lists arrays in the order in which metadata arrive, which varies by rank.
-    arrays = {name: dataset.variables[name] for name in sorted(map(str, dataset.variables))}
-    for variable in arrays.values():
-        # Zarr 2's fill value means "missing", as in xarray, except 0 for values that are not packed: many
-        # writers set 0 by default, and every sea cell of a land mask would be NaN.
-        packed = {"scale_factor", "add_offset"} & variable.attrs.keys()
-        zero = variable.attrs.get("_FillValue") == 0
-        if group.metadata.zarr_format == 2 and zero and not packed:
-            del variable.attrs["_FillValue"]
-    return OpenFile(path, arrays, dict(group.attrs), group)
-
-
-def _open_grib(path: str) -> list[OpenFile]:
+    # -- GRIB
     try:
         import cfgrib  # type: ignore[reportMissingImports]  # an extra
     except (ImportError, RuntimeError) as error:  # RuntimeError: eccodes finds no library
         raise DataError(f'it is GRIB ({describe_error(error)}): pip install -e ".[grib]"') from None
-    options: dict[str, Any] = {"indexpath": "", "squeeze": False, "errors": "raise"}
+    options = {"indexpath": "", "squeeze": False, "errors": "raise"}
     options |= {"time_dims": ("valid_time",), "extra_coords": {"step": "valid_time"}}
     try:
         try:
@@ -214,10 +193,9 @@ def _open_grib(path: str) -> list[OpenFile]:
     # Variables with a single date are constant if others have more dates.
     num_dates = [math.prod(dataset.sizes[dim] for dim in options["time_dims"]) for dataset in datasets]
     first = dict.fromkeys(options["time_dims"], 0)
-    datasets = [
-        dataset.isel(first) if count == 1 < max(num_dates) else dataset
-        for dataset, count in zip(datasets, num_dates, strict=True)
-    ]
+    for number, count in enumerate(num_dates):
+        if count == 1 < max(num_dates):
+            datasets[number] = datasets[number].isel(first)
     return [OpenFile(path, dataset.variables, dataset.attrs) for dataset in datasets]
 
 
@@ -288,9 +266,8 @@ def decode_times(variable: xr.Variable) -> np.ndarray:
 
 
 def _dim_labels(file: OpenFile, dim: str) -> list[str]:
-    """Return the labels along a dimension, dates as 2020-01-01T00:00:00; without a coordinate numbers from 0.
-
-    A NetCDF 4 dimension without a coordinate reads as zeros, so repeated labels are ignored.
+    """Return the labels along a dimension, dates as 2020-01-01T00:00:00; without a coordinate, or if labels
+    repeat (zeros, of NetCDF 4 without a coordinate), numbers from 0.
     """
     labels = []
     if dim in file.arrays and file.arrays[dim].ndim == 1:
@@ -386,10 +363,8 @@ def open_fields(
 def select_elements(
     file: OpenFile, variable: xr.Variable, roles: Sequence[str], selection: Mapping[str, str]
 ) -> dict[int, int]:
-    """Return the positions that are read of the dimensions without a role: number of a dimension -> position.
-
-    Raises DataError for dates as values, for a dimension of which no element is selected, and for a selected
-    label that it lacks.
+    """Return the positions that are read of the dimensions without a role (number -> position). Raises
+    DataError for dates as values, a dimension without a selected element, or without the label.
     """
     if " since " in str(variable.attrs.get("units", "")):
         raise DataError(f"its units are {variable.attrs['units']!r}: dates")
@@ -483,7 +458,25 @@ class NamedLayout:
                 at = {dims[i]: position for i, position in selected.items()}
                 times = self.find_times(dims, roles, at)
                 labelled = {role: dim for role, dim in zip(roles, dims, strict=True) if role in LABELLED}
-                labels |= {dim: self.axis_labels(dim, r) for r, dim in labelled.items() if dim not in labels}
+                # -- leads are timedelta64[s], of timedeltas or numbers, by default hours; hours and days are
+                # numbers, without a coordinate from 0 and 1
+                for role, dim in labelled.items():
+                    if dim in labels:
+                        continue
+                    if role == "lead" and dim not in file.arrays:
+                        raise DataError(f"its dimension {dim!r} has no coordinate with lead times")
+                    first = int(role != "hour")
+                    values = file.fetch(dim) if dim in file.arrays else first + np.arange(file.sizes[dim])
+                    unit = file.attribute(dim, "units").strip().lower() or "hours"
+                    if role != "lead":
+                        values = np.asarray(values, int)
+                    elif values.dtype.kind != "m":
+                        try:
+                            seconds = pd.Timedelta(1, unit=unit).total_seconds()  # type: ignore[arg-type]
+                        except ValueError:
+                            raise DataError(f"its {dim!r} has units {unit!r}, not 'hours'") from None
+                        values = np.round(values * seconds).astype(np.int64)
+                    labels[dim] = values if role != "lead" else values.astype("timedelta64[s]")
                 levels = None
                 if "level" in roles:
                     levels, reasons = read_levels(file, dims[roles.index("level")])
@@ -570,25 +563,6 @@ class NamedLayout:
                     f"{why}: give the file a coordinate valid_time, with the standard_name 'time'"
                 )
         return self.read_times(first, at)
-
-    def axis_labels(self, dim: str, role: str) -> np.ndarray:
-        """Return the labels of an axis: leads as timedelta64[s], of timedeltas or numbers, by default hours;
-        hours and days as numbers, without a coordinate from 0 and 1. Raises DataError.
-        """
-        arrays = self.file.arrays
-        if role != "lead":
-            numbers = np.arange(self.file.sizes[dim]) + (role != "hour")
-            return np.asarray(self.file.fetch(dim) if dim in arrays else numbers, int)
-        if dim not in arrays:
-            raise DataError(f"its dimension {dim!r} has no coordinate with lead times")
-        values, unit = self.file.fetch(dim), str(arrays[dim].attrs.get("units", "hours"))
-        if values.dtype.kind == "m":
-            return values.astype("timedelta64[s]")
-        try:
-            seconds = pd.Timedelta(1, unit=unit.strip().lower()).total_seconds()  # type: ignore[arg-type]
-        except ValueError:
-            raise DataError(f"its {dim!r} has units {unit!r}, not 'hours'") from None
-        return np.round(values * seconds).astype(np.int64).astype("timedelta64[s]")
 
     def find_names(
         self, name: str, levels: Sequence[int | None] | None, at: Mapping[str, int]

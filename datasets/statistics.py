@@ -163,8 +163,40 @@ class Statistics:
             logger.warning(f"data.path: {names[v]} is {shift[v] + mean[v]:g} in all cells on all dates")
         text = repr((names, int(step / np.timedelta64(1, "s"))))
         digest = hashlib.sha256(text.encode() + times.tobytes() + rows.tobytes()).hexdigest()
-        field = mean_field(archive, names, dates[is_complete], shift + mean)
-        return cls(shift + mean, std, change_std, field, times, digest, missing)
+        mean = shift + mean
+
+        # The mean field: of whole shards, by the sums that conversion has written.
+        total, count = (np.zeros((len(names), *archive.grid.shape), dtype) for dtype in (float, np.int64))
+        if archive.path == RANDOM:  # of noise the mean is the same in all cells
+            field = np.broadcast_to(mean[:, None, None], total.shape).astype(np.float32)
+            return cls(mean, std, change_std, field, times, digest, missing)
+        size, is_left = archive.shard_dates, np.zeros(len(archive.times), bool)
+        is_left[dates[is_complete]] = True
+        starts = [start for start in range(0, len(is_left), size) if is_left[start : start + size].all()]
+        for start in evenly_spaced(np.array(starts, int), max(1, MOST_BYTES // (8 * total.size))).tolist():
+            for v, name in enumerate(names):
+                path = sums_file(Path(archive.path), name, start)
+                try:
+                    with np.load(path) as stored:
+                        total[v] += stored["total"]
+                        count[v] += stored["count"]
+                except DAMAGE as error:
+                    reason = f"cannot be read ({describe_error(error)}); convert the data again"
+                    raise DataError(f"{path}: {reason}") from None
+        # -- and of dates in shards that the period cuts, a limited number of them
+        for start in starts:
+            is_left[start : start + size] = False
+        left = evenly_spaced(np.flatnonzero(is_left), max(1, MOST_BYTES // (4 * total.size)))
+        longest = max(1, BLOCK_BYTES // (4 * total.size))
+        for run in consecutive(left):
+            for some in np.split(run, range(longest, len(run), longest)):
+                for fields in archive.read_block(int(some[0]), int(some[-1]) + 1, names):
+                    valid = np.isfinite(fields)
+                    np.add(total, fields, out=total, where=valid)
+                    count += valid
+        with np.errstate(invalid="ignore", divide="ignore"):
+            field = np.where(count > 0, total / count, mean[:, None, None]).astype(np.float32)
+        return cls(mean, std, change_std, field, times, digest, missing)
 
     @property
     def numbers(self) -> Numbers:
@@ -175,10 +207,8 @@ class Statistics:
 def read_changes(
     archive: Archive, variables: Sequence[str], dates: np.ndarray, step: np.timedelta64
 ) -> np.ndarray:
-    """Return weight, first and second moment (V, 3) of the change up to at most PAIRS of the dates.
-
-    The dates are divided into equal parts, and each gives a random one, of the hours of the day in turn:
-    evenly spaced dates can all have the same hour.
+    """Return weight, first and second moment (V, 3) of the change up to at most PAIRS of the dates: of equal
+    parts a random one each, of the hours of the day in turn, which evenly spaced dates need not have.
     """
     times, area = archive.times, area_weights(archive.grid.latitude)
     of_day = (times[dates] - times[dates].astype("datetime64[D]")).astype(int)
@@ -190,45 +220,6 @@ def read_changes(
         now, before = (archive.read(i, variables) for i in (date, archive.index(times[date] - step)))
         sums += sum_moments(now, before, area)
     return sums
-
-
-def mean_field(
-    archive: TrainingStore, variables: list[str], dates: np.ndarray, mean: np.ndarray
-) -> np.ndarray:
-    """Return the mean (V, H, W) float32 over dates (indices), `mean` (V,) in cells without a value: from the
-    sums of whole shards, and the fields of other dates.
-    """
-    shape, is_left = (len(variables), *archive.grid.shape), np.zeros(len(archive.times), bool)
-    if archive.path == RANDOM:  # of noise the mean is the same in all cells
-        return np.broadcast_to(mean[:, None, None], shape).astype(np.float32)
-    total, count = np.zeros(shape), np.zeros(shape, np.int64)
-    is_left[dates] = True
-    # -- whole shards, by the sums that conversion has written
-    shards = np.arange(0, len(archive.times), archive.shard_dates)
-    starts = [start for start in shards if is_left[start : start + archive.shard_dates].all()]
-    for start in evenly_spaced(np.array(starts, int), max(1, MOST_BYTES // (8 * total.size))).tolist():
-        for v, name in enumerate(variables):
-            path = sums_file(Path(archive.path), name, start)
-            try:
-                with np.load(path) as stored:
-                    total[v] += stored["total"]
-                    count[v] += stored["count"]
-            except DAMAGE as error:
-                reason = f"cannot be read ({describe_error(error)}); convert the data again"
-                raise DataError(f"{path}: {reason}") from None
-    for start in starts:
-        is_left[start : start + archive.shard_dates] = False
-    # -- dates in shards that the period cuts, a limited number of them
-    left = evenly_spaced(np.flatnonzero(is_left), max(1, MOST_BYTES // (4 * total.size)))
-    longest = max(1, BLOCK_BYTES // (4 * total.size))
-    for run in consecutive(left):
-        for some in np.split(run, range(longest, len(run), longest)):
-            for fields in archive.read_block(int(some[0]), int(some[-1]) + 1, variables):
-                valid = np.isfinite(fields)
-                np.add(total, fields, out=total, where=valid)
-                count += valid
-    with np.errstate(invalid="ignore", divide="ignore"):
-        return np.where(count > 0, total / count, mean[:, None, None]).astype(np.float32)
 
 
 # -- the statistics of a run, in its folder
