@@ -38,10 +38,9 @@ COMPARED_DATES = 8  # of the dates that several files contain, and as many of th
 
 
 class Archive(NamedFields):
-    """Analyses on one grid: `times` (T,) datetime64[s], sorted and unique, and the names of the variables.
-
-    If files cover different dates, `times` is their union, and a variable is NaN on dates without it; `has`
-    returns which. It can be pickled; each process opens the files itself.
+    """Analyses on one grid: `times` (T,) datetime64[s], the sorted union of all files' dates, on which a
+    variable may be NaN (`has` returns where), and names of variables. Can be pickled; processes open files
+    themselves.
     """
 
     def __init__(

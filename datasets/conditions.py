@@ -103,10 +103,9 @@ FORCINGS: dict[str, Callable[[Instant], Tensor]] = {
 def compute_forcings(
     names: Sequence[str], times: Tensor, latitude: Tensor, longitude: Tensor, hemisphere: Tensor | int = 1
 ) -> Tensor:
-    """Return forcings (B, F, H, W), float32 and of order one, in the order of `names`.
-
-    `times` (B,) int64 seconds since 1970-01-01 UTC; `latitude` (H,), `longitude` (W,) or (B, 1, W) degrees;
-    `hemisphere` (B, 1, 1), -1 for the other season; on one device.
+    """Return forcings (B, F, H, W), float32 and of order one, in the order of `names`, at `times` (B,) int64
+    seconds since 1970, `latitude` (H,) and `longitude` (W,) or (B, 1, W) in degrees, on one device.
+    hemisphere: (B, 1, 1), -1 for the other season.
     """
     if times.dtype != torch.int64:
         raise ValueError(f"times.dtype = {times.dtype}: give int64 seconds since 1970-01-01 UTC")
@@ -181,10 +180,9 @@ class Conditions(nn.Module):
         return turn(states, shifts).mul_(torch.where(mirrored, self.signs[:, None, None], 1.0))
 
     def append(self, window: Tensor, times: Tensor, *noise: Tensor, shifts: Tensor | None = None) -> Tensor:
-        """Append the inputs to a window (B, h V, H, W), with its newest state at `times` (B,): (B, C, H, W).
-
-        `times` are seconds since 1970. shifts (B,): those by which the window is turned; what depends on the
-        position on the Earth is turned along.
+        """Append the inputs to a window (B, h V, H, W), with its newest state at `times` (B,), seconds since
+        1970: (B, C, H, W). shifts (B,): by which the window is turned, and with it what depends on the
+        position.
         """
         if len(self.hidden):
             window = window.index_fill(1, self.hidden, 0.0)

@@ -16,7 +16,6 @@ if __name__ == "__main__":
 import json
 import os
 import sys
-from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -63,9 +62,9 @@ def main(argv: list[str]) -> int:
     check_selection(selection, archive.extra_dimensions, options.source)
     grid, times = archive.grid, archive.times
     dates = evenly_spaced(np.arange(len(times)), 0 if options.all else SAMPLED_DATES)
-    odd_values, missing = find_odd_values(archive, dates)
-    findings = [Finding(reason, name) for name, reason in (left_out | archive.unreadable).items()]
-    findings += [*find_odd_arrays(archive, options.all), *odd_values]
+    problems, missing = find_problems(archive, dates, options.all)
+    unread = [Finding(reason, name) for name, reason in (left_out | archive.unreadable).items()]
+    findings = dict.fromkeys([*unread, *problems])
 
     # A row for each variable; of its levels the largest share of cells without a value.
     rows = []
@@ -76,15 +75,14 @@ def main(argv: list[str]) -> int:
             unit += " (assumed)"
         share = max(missing.get(name, 0) for name in names)
         numbers = " ".join(str(level) for level in sorted(filter(None, levels)))
-        rows.append(
-            (base, numbers or "-", unit or "-", str(raw.dtype), f"{100 * share:.1f} %" if share else "-")
-        )
+        percent = f"{100 * share:.1f} %" if share else "-"
+        rows.append((base, numbers or "-", unit or "-", str(raw.dtype), percent))
     # -- the description: variables, grid, period, problems, and a [data] section to begin with
     variables = pd.DataFrame(rows, columns=["variable", "levels", "units", "type", "missing"])
     spans = [f"{values[0]:g} to {values[-1]:g}" for values in (grid.latitude, grid.longitude)]
     is_global = grid.periodic and np.abs(latitude_bounds(grid.latitude)[[0, -1]]).min() > 90 - 1e-6
     extent = f"latitude {spans[0]}, longitude {spans[1]}: {'the globe' if is_global else 'a region'}"
-    problems = pd.DataFrame(list(dict.fromkeys(findings)), columns=Finding._fields)
+    problems = pd.DataFrame(list(findings), columns=Finding._fields)
     checked = f"the values of {len(dates)} of {len(times)} dates"
     print(f"{without_secrets(options.source)}\n\n{variables.to_string(index=False, justify='left')}\n")
     print(f"grid        {grid.shape[0]} x {grid.shape[1]} points, {extent}")
@@ -132,38 +130,38 @@ def describe_dates(dates: np.ndarray, axis: np.ndarray) -> str:
     return ", ".join(texts) + more
 
 
-def find_odd_arrays(archive: Archive, every_date: bool) -> Iterator[Finding]:
-    """Yield findings for names, dates and units, for files that differ, and for constant static fields."""
+def find_problems(archive: Archive, dates: np.ndarray, every_date: bool) -> tuple[list, dict[str, float]]:
+    """Return a finding for each problem of names, dates, units and files, and of the fields on dates
+    (indices), and the missing share of each variable's cells. every_date: compare files on all dates.
+    """
+    findings: list[Finding] = []
     for name in [*archive.variables, *archive.static_variables]:
         if known := known_name(name):
-            yield Finding(f"an unknown name; the nearest known one is {known}", name)
+            findings.append(Finding(f"an unknown name; the nearest known one is {known}", name))
     for name, levels in group_levels(archive.variables).items():
         if None in levels and len(levels) > 1:
-            yield Finding("with and without a level, of which a run takes one", name)
+            findings.append(Finding("with and without a level, of which a run takes one", name))
     gaps = find_gaps(archive.times)
     if len(gaps):
         ranges = describe_dates(gaps, np.union1d(gaps, archive.times))
-        yield Finding("dates missing", archive.path, ranges, len(gaps))
+        findings.append(Finding("dates missing", archive.path, ranges, len(gaps)))
     for name in archive.variables:
         absent = archive.times[~archive.has([name])]
         if len(absent):
             ranges = describe_dates(absent, archive.times)
-            yield Finding("dates missing that other variables have", name, ranges, len(absent))
+            findings.append(Finding("dates missing that other variables have", name, ranges, len(absent)))
     for name in archive.variables:
         try:
             archive.check([name], every_date)
         except DataError as error:
-            yield Finding(str(error), name)
+            findings.append(Finding(str(error), name))
     for name in archive.static_variables:
         field = archive.read_static(name)
         if np.isnan(field).all():
-            yield Finding("no value at all", name)
+            findings.append(Finding("no value at all", name))
         elif len(np.unique(field[np.isfinite(field)])) < 2:
-            yield Finding("one value everywhere", name)
-
-
-def find_odd_values(archive: Archive, dates: np.ndarray) -> tuple[list[Finding], dict[str, float]]:
-    """Return problems of the fields on dates (indices), and the missing share of each variable's cells."""
+            findings.append(Finding("one value everywhere", name))
+    # -- values
     problems: dict[tuple[str, str], list[int]] = {}  # problem and name -> dates
     always: dict[str, np.ndarray] = {}  # name -> cells (H, W) that are missing on every date with values
     shares: dict[str, dict[int, float]] = {}  # name -> date -> share of cells that are missing
@@ -200,10 +198,9 @@ def find_odd_values(archive: Archive, dates: np.ndarray) -> tuple[list[Finding],
         more = [i for i, share in shares[name].items() if mask.mean() < share < 1]
         if more:
             problems["missing cells that have values on other dates", name] = more
-    findings = [
-        Finding(problem, name, describe_dates(archive.times[rows], archive.times[dates]), len(rows))
-        for (problem, name), rows in problems.items()
-    ]
+    for (problem, name), rows in problems.items():
+        ranges = describe_dates(archive.times[rows], archive.times[dates])
+        findings.append(Finding(problem, name, ranges, len(rows)))
     return findings, {name: float(np.mean([*of_dates.values()])) for name, of_dates in shares.items()}
 
 

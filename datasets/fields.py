@@ -197,7 +197,35 @@ class Field:
         )
         stored = self._fetch(key)
         values = self.decoding.decode(stored)
-        values = self._mask_missing_chunks(key, stored, values)
+        # -- NaN in chunks that are not in a Zarr store, which read as the fill value. Only whole shards are
+        # looked for: writers omit chunks of fill values inside one, and of cloud, rain and masks of 0.
+        fill, name = getattr(self.raw, "fill_value", None), next(filter(None, self.names))
+        if fill is not None and fill == fill and name.partition(":")[0] not in OFTEN_ZERO:
+            (low, high), integer = usual_range(name), np.dtype(self.raw.dtype).kind in "iu"
+            is_packed = integer and self.decoding != Decoding(self.decoding.fills)
+            # Zarr 3 omits chunks of a packed number that is the fill value.
+            is_value = is_packed and low <= self.decoding.decode(np.asarray(fill)[None])[0] <= high
+            files = self.raw.shards or self.raw.chunks  # sizes of what a file of the store has
+            spans = [
+                at.indices(size)[:2] if isinstance(at, slice) else (at, at + 1)
+                for at, size in zip(key, self.raw.shape, strict=True)
+            ]
+            dims = [i for i, at in enumerate(key) if isinstance(at, slice)]  # that `stored` has
+            numbers = [range(a // size, -(-b // size)) for (a, b), size in zip(spans, files, strict=True)]
+            for chunk in product(*numbers):
+                # Asking the store costs a request: only where the first value is the fill value.
+                first = [max(chunk[i] * files[i] - spans[i][0], 0) for i in dims]
+                if stored[tuple(first)] != fill:
+                    continue
+                file = f"{self.raw.store_path.path}/{self.raw.metadata.encode_chunk_key(chunk)}".lstrip("/")
+                if sync(self.raw.store_path.store.exists(file)):
+                    continue
+                meaning = "its fill value" if is_value else "missing values"
+                _warn_missing_chunk(self.path, self.array, meaning)
+                if not is_value:
+                    ends = [(chunk[i] + 1) * files[i] - spans[i][0] for i in dims]
+                    values = values.astype(np.float32) if values is stored else values
+                    values[tuple(map(slice, first, ends))] = np.nan
         # -- axes in the order of the project, final data before preliminary
         roles = [role for role in self.roles if role]
         if "cell" in roles:
@@ -249,44 +277,6 @@ class Field:
         at = f"{self.array} at {date}" if date else self.array
         return DataError(f"{self.path}: {at} cannot be read ({describe_error(error)}); {fix}")
 
-    def _mask_missing_chunks(
-        self, key: tuple[int | slice, ...], stored: np.ndarray, values: np.ndarray
-    ) -> np.ndarray:
-        """Return the values, NaN in chunks that are not in the Zarr store, which read as the fill value.
-
-        Only whole shards count for arrays with shards: writers omit chunks of fill values inside a shard. Not
-        needed if the fill value is NaN, nor for cloud, rain and masks, which may be omitted where they are 0.
-        Where the fill value is a packed number, the values stay: Zarr 3 omits chunks of it.
-        """
-        fill, name = getattr(self.raw, "fill_value", None), next(filter(None, self.names))
-        if fill is None or fill != fill or name.partition(":")[0] in OFTEN_ZERO:
-            return values
-        low, high = usual_range(name)
-        is_packed = np.dtype(self.raw.dtype).kind in "iu" and self.decoding != Decoding(self.decoding.fills)
-        is_value = is_packed and low <= self.decoding.decode(np.asarray(fill)[None])[0] <= high
-        chunks = self.raw.shards or self.raw.chunks  # files of the store
-        # -- the range that was read along each axis, and the files that it lies in
-        spans = [
-            at.indices(size)[:2] if isinstance(at, slice) else (at, at + 1)
-            for at, size in zip(key, self.raw.shape, strict=True)
-        ]
-        dims = [i for i, at in enumerate(key) if isinstance(at, slice)]  # that `stored` has
-        numbers = [range(a // size, -(-b // size)) for (a, b), size in zip(spans, chunks, strict=True)]
-        for chunk in product(*numbers):
-            # Asking the store costs a request: only where the first value is the fill value.
-            first = [max(chunk[i] * chunks[i] - spans[i][0], 0) for i in dims]
-            if stored[tuple(first)] != fill:
-                continue
-            file = f"{self.raw.store_path.path}/{self.raw.metadata.encode_chunk_key(chunk)}".lstrip("/")
-            if sync(self.raw.store_path.store.exists(file)):
-                continue
-            _warn_missing_chunk(self.path, self.array, "its fill value" if is_value else "missing values")
-            if not is_value:
-                ends = [(chunk[i] + 1) * chunks[i] - spans[i][0] for i in dims]
-                values = values.astype(np.float32) if values is stored else values
-                values[tuple(map(slice, first, ends))] = np.nan
-        return values
-
 
 @cache
 def _warn_missing_chunk(path: str, array: str, meaning: str) -> None:
@@ -305,9 +295,8 @@ class NamedFields:
         self.path, self.unreadable, self.fields = path, dict(unreadable or {}), tuple(fields)
         if not fields:
             reasons = "; ".join(f"{name}: {reason}" for name, reason in list(self.unreadable.items())[:3])
-            raise DataError(
-                f"cannot read {path!r}: {reasons or 'no variable in it has latitude and longitude'}"
-            )
+            reasons = reasons or "no variable in it has latitude and longitude"
+            raise DataError(f"cannot read {path!r}: {reasons}")
         self.grid = fields[0].orientation.grid
         if other := next((f for f in fields if not f.orientation.grid.same_as(self.grid)), None):
             files = " and ".join(f"{f.path} {f.orientation.grid.shape}" for f in (fields[0], other))

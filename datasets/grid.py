@@ -88,12 +88,11 @@ class Grid:
 
 def coarser(one: Grid, other: Grid) -> Grid:
     """Return the grid with the larger cells; the grids may cover different parts of the globe."""
-
-    def cell(grid: Grid) -> float:
+    sizes = []
+    for grid in (one, other):
         rows, columns = latitude_bounds(grid.latitude), longitude_bounds(grid.longitude)
-        return float(np.abs(np.diff(rows)).mean() * np.diff(columns).mean())
-
-    return other if cell(other) > cell(one) * (1 + 1e-6) else one
+        sizes.append(float(np.abs(np.diff(rows)).mean() * np.diff(columns).mean()))
+    return other if sizes[1] > sizes[0] * (1 + 1e-6) else one
 
 
 def global_grid(shape: tuple[int, int], poles: bool = False) -> Grid:
@@ -109,10 +108,8 @@ def is_periodic(longitude: np.ndarray) -> bool:
 
 
 def latitude_bounds(latitude: np.ndarray) -> np.ndarray:
-    """Return the bounds of rows (H + 1,) in degrees, in the direction of `latitude`: midpoints and two ends.
-
-    A side with its last row within one spacing of the pole ends at the pole. A row further away belongs to a
-    regional grid, which ends half a cell beyond the row.
+    """Return the bounds of rows (H + 1,) in degrees, in the direction of `latitude`: midpoints and two ends,
+    at the pole if that is within one spacing. A regional grid ends half a cell beyond its last row.
     """
     values = equal_spacing(latitude)
     if len(values) < 2:

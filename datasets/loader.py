@@ -11,7 +11,7 @@ W longitudes.
 import logging
 import weakref
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from copy import copy
 from functools import partial
@@ -21,8 +21,8 @@ from typing import Self
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import Dataset, Sampler
-from torchdata.nodes import ParallelMapper, SamplerWrapper
+from torch.utils.data import Dataset
+from torchdata.nodes import IterableWrapper, ParallelMapper
 
 from datasets.archive import Archive, TrainingStore
 from errors import UserError
@@ -69,10 +69,9 @@ class FieldDataset(Dataset):
         return self.unpack(fields), times
 
     def read(self, indices: Sequence[int], pin: bool = False) -> tuple[Tensor, Tensor]:
-        """Return fields (B, K, V, H, W) as stored, and first dates (B,), seconds since 1970.
-
-        Threads may call it at once. Memory returns to `free` when no tensor or view uses it: new memory for
-        each batch would cost as much in page faults as decoding it.
+        """Return fields (B, K, V, H, W) as stored, and first dates (B,), seconds since 1970; threads may call
+        it. Memory returns to `free` when no tensor or view uses it: new memory for each batch would cost as
+        much in page faults as decoding it.
         """
         dates = self.samples[list(indices)]
         shape = (*dates.shape, *self.field_shape)
@@ -144,9 +143,8 @@ class LaterFields:
         return torch.from_numpy(fields).to(times.device)
 
 
-class TrainSampler(Sampler[list[int]]):
-    """Endless micro-batches. The n-th sample of a run is a function of (seed, n); ranks share each batch.
-
+class TrainSampler:
+    """Endless micro-batches: the n-th sample of a run is a function of (seed, n), and ranks share each batch.
     Samples are drawn without replacement, epoch after epoch, and a batch may contain two epochs.
     """
 
@@ -177,29 +175,21 @@ class TrainSampler(Sampler[list[int]]):
         return int(self._order[1][offset])
 
 
-class EvaluationSampler(Sampler[list[int]]):
-    """Every sample once: rank r gets r, r + R, ... and all get as many, -1 (the last one) at the end."""
-
-    def __init__(self, num_samples: int, local_batch_size: int, rank: int, num_ranks: int) -> None:
-        rounds = -(-num_samples // num_ranks)
-        samples = [i if i < num_samples else -1 for i in range(rank, rounds * num_ranks, num_ranks)]
-        self.batches = [samples[i : i + local_batch_size] for i in range(0, rounds, local_batch_size)]
-
-    def __iter__(self) -> Iterator[list[int]]:
-        return iter(self.batches)
-
-    def __len__(self) -> int:
-        return len(self.batches)
+def evaluation_batches(num_samples: int, local_batch_size: int, rank: int, num_ranks: int) -> list[list[int]]:
+    """Return batches of every sample once: rank r gets r, r + R, ... and all get as many, -1 at the end."""
+    rounds = -(-num_samples // num_ranks)
+    samples = [i if i < num_samples else -1 for i in range(rank, rounds * num_ranks, num_ranks)]
+    return [samples[i : i + local_batch_size] for i in range(0, rounds, local_batch_size)]
 
 
 class Loader:
     """The batches of a sampler in order, as `FieldDataset.read` returns them, read ahead by threads."""
 
     def __init__(
-        self, dataset: FieldDataset, sampler: Sampler[list[int]], num_threads: int = 0, pin: bool = False
+        self, dataset: FieldDataset, sampler: Iterable[list[int]], num_threads: int = 0, pin: bool = False
     ) -> None:
         self.nodes = ParallelMapper(
-            SamplerWrapper(sampler),
+            IterableWrapper(sampler),
             partial(dataset.read, pin=pin),
             num_threads,  # each reads a batch, and as many wait; 0: read when it is needed
             in_order=True,

@@ -92,10 +92,9 @@ class Normalizer(nn.Module):
     # -- steps
 
     def with_known(self, window: Tensor, known: Tensor | None) -> Tensor:
-        """Return a normalised window (B, h V, H, W) followed by the inputs of the next state.
-
-        These are predicted variables on the boundary (0 inside and where a value is missing) and forcing
-        variables. known: as for `advance`; None: the boundary is 0, forcing variables do not change.
+        """Return a normalised window (B, h V, H, W) followed by the inputs of the next state: predicted
+        variables on the boundary (0 inside and where a value is missing) and forcing variables. known: as for
+        `advance`; None: the boundary is 0, forcing variables do not change.
         """
         inputs = [window]
         if self.boundary is not None:

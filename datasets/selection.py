@@ -265,10 +265,9 @@ def check_outside_source(key: str, folder: str, path: str) -> None:
 
 
 def initial_dates(selection: Selection, period: tuple[str, ...], interval_hours: int) -> np.ndarray:
-    """Return indices of the windows (n, h) in a period that forecasts start from, `interval_hours` apart.
-
-    With interval 0 these are all dates with all variables and a whole window. Otherwise every date must have
-    them, up to the end of the data on the last day. Raises ConfigError.
+    """Return indices of the windows (n, h) in a period that forecasts start from, `interval_hours` apart:
+    with 0 all dates with all variables and a whole window. Otherwise every date must have them, up to the end
+    of the data on the last day. Raises ConfigError.
     """
     archive, key = selection.archive, "forecast.period"
     if not period:

@@ -19,10 +19,7 @@ import numcodecs
 import numpy as np
 import zarr
 from crc32c import crc32c
-from numcodecs import (
-    Blosc,
-    blosc,  # type: ignore[reportAttributeAccessIssue]  # compiled
-)
+from numcodecs import Blosc, blosc  # type: ignore[reportAttributeAccessIssue]  # compiled
 from numcodecs.compat import ensure_contiguous_ndarray
 from zarr.codecs import BloscCodec, BytesCodec, Crc32cCodec, ShardingCodec
 from zarr.registry import register_codec
@@ -82,9 +79,8 @@ class ShardReader:
         sharding = array.metadata.codecs[0]
         codecs = list(sharding.codecs) if isinstance(sharding, ShardingCodec) else []
         is_layout = array.chunks == (1, *array.shape[1:]) == (1, *array.shards[1:]) and array.ndim == 3
-        is_packed = codecs[::2] == [BytesCodec(endian="little"), Crc32cCodec()] and isinstance(
-            codecs[1], BloscCodec
-        )
+        is_packed = codecs[::2] == [BytesCodec(endian="little"), Crc32cCodec()]
+        is_packed = is_packed and isinstance(codecs[1], BloscCodec)
         is_plain = array.dtype == np.float16 or (field.decoding.scale, field.decoding.offset) == (1, 0)
         is_normal = bool(np.isnan(array.fill_value)) and not field.decoding.fills and is_plain
         return is_layout and is_packed and is_normal and field.orientation.is_identity
@@ -127,9 +123,8 @@ def _read(file: FileIO, offset: int, length: int) -> memoryview:
     """Return bytes in memory that this thread reuses for its next read. Raises EOFError."""
     memory = getattr(_THREAD, "memory", None)
     if memory is None or len(memory) < length:
-        memory = _THREAD.memory = memoryview(
-            bytearray(min(length, os.fstat(file.fileno()).st_size) + length // 4)
-        )
+        size = min(length, os.fstat(file.fileno()).st_size) + length // 4
+        memory = _THREAD.memory = memoryview(bytearray(size))
     done = 0
     while done < length and (count := os.preadv(file.fileno(), [memory[done:length]], offset + done)):
         done += count

@@ -425,13 +425,9 @@ class NamedLayout:
         scalars = [name for name, array in arrays.items() if array.shape == ()]
         self.dates = [name for name in times if _is_dates(arrays[name])]
         self.starts = [name for name in scalars if name in times and name.lower() != "valid_time"]
-        self.leads = [
-            name
-            for name in arrays
-            if name.lower() in FORECAST_ROLES["lead"]
-            or file.attribute(name, "standard_name") == "forecast_period"
-            if arrays[name].dtype.kind in "fium"
-        ]
+        leads = [name for name in arrays if name.lower() in FORECAST_ROLES["lead"]]
+        leads += [name for name in arrays if file.attribute(name, "standard_name") == "forecast_period"]
+        self.leads = [name for name in dict.fromkeys(leads) if arrays[name].dtype.kind in "fium"]
         self.single_levels = [name for name in scalars if role_of_name[name] == "level"]
         self.known_times: dict[str, np.ndarray] = {}  # by coordinate and positions: arrays share their dates
 
@@ -551,17 +547,15 @@ class NamedLayout:
         for name in rest:
             if not np.array_equal(self.read_times(name, at), self.read_times(first, at)):
                 why = f"{first!r} and {name!r} are different dates of the same fields"
-                raise DataError(
-                    f"its {why}; give the one with the dates of validity the standard_name 'time'"
-                )
+                fix = "give the one with the dates of validity the standard_name 'time'"
+                raise DataError(f"its {why}; {fix}")
         # What is read of a dimension of leads has no date on the axis of starts.
         for name in (name for name in self.leads if along[name] <= {*at}):
             lead = np.nan_to_num(arrays[name].isel(at, missing_dims="ignore").values.astype(np.float64))
             if first == axis and lead.any() and (name in at or first not in named):
                 why = f"its {axis!r} has the starts of forecasts, whose {name!r} is {lead:g}"
-                raise DataError(
-                    f"{why}: give the file a coordinate valid_time, with the standard_name 'time'"
-                )
+                fix = "give the file a coordinate valid_time, with the standard_name 'time'"
+                raise DataError(f"{why}: {fix}")
         return self.read_times(first, at)
 
     def find_names(
@@ -571,9 +565,8 @@ class NamedLayout:
         file, attrs = self.file, self.file.arrays[name].attrs
         if TRAINING_STORE in file.attrs and "variable" in attrs:
             return (str(attrs["variable"]),)
-        full = (
-            full_name(name) if levels is None else SHORT_NAMES.get(name, SHORT_NAMES.get(name.lower(), name))
-        )
+        on_levels = SHORT_NAMES.get(name, SHORT_NAMES.get(name.lower(), name))
+        full = full_name(name) if levels is None else on_levels
         if levels is None and self.single_levels and full in ON_LEVELS:
             levels, _ = read_levels(file, self.single_levels[0])
         if levels is not None:

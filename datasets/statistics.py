@@ -119,10 +119,8 @@ class Statistics:
     def of(
         cls, archive: TrainingStore, variables: Sequence[str], dates: np.ndarray, step: np.timedelta64
     ) -> "Statistics":
-        """Compute statistics over dates (indices into archive.times), and log what is implausible.
-
-        A date on which a variable has no value is not included. Raises DataError if no date, or no two of
-        them a step apart, have values of all variables.
+        """Compute statistics over dates (indices into archive.times) on which all variables have values, and
+        log what is implausible. Raises DataError if there is none, or no two of them a step apart.
         """
         names, times = list(variables), archive.times[dates]
         key, among = f"data.variables = {names}", f"the {len(dates)} that count; look at data.train_period"
@@ -147,9 +145,8 @@ class Statistics:
         # The change over a step, on dates whose date before is one of these, too.
         is_pair = is_complete & np.isin(times - step, times[is_complete])
         if not is_pair.any():
-            raise DataError(
-                f"{key}: no two dates a model step apart have values of all of them among {among}"
-            )
+            reason = f"no two dates a model step apart have values of all of them among {among}"
+            raise DataError(f"{key}: {reason}")
         if archive.change_step == step:
             rows[~is_pair, :, CHANGE] = 0
             changes = rows[:, :, CHANGE].sum(axis=0)

@@ -96,9 +96,8 @@ SHORT_NAMES = {short: name for name, row in VARIABLES.items() for short in row.s
 
 
 def full_name(text: str) -> str:
-    """Return the name of an array or channel: "z500", "z_500" and "Z500hPa" -> "geopotential:500".
-
-    Unknown names are kept. Levels below 20 hPa need the "_" or the unit: t2 and q2 are at 2 m in many models.
+    """Return the name of an array or channel: "z500", "z_500" and "Z500hPa" -> "geopotential:500"; unknown
+    ones are kept. Levels below 20 hPa need the "_" or the unit: t2 and q2 are at 2 m in many models.
     """
     name = text if text in SHORT_NAMES or text in VARIABLES else text.lower()
     if name in SHORT_NAMES or name in VARIABLES:
@@ -139,9 +138,8 @@ def surface_or_level(text: str, siblings: Iterable[str], described: str = "") ->
     if is_in_gap or any(level == number for _, level in named):
         return on_level
     if levels and number != CUSTOMARY_HEIGHT:
-        raise DataError(
-            f"{text!r} may be {name} or {on_level}; give it the attribute long_name, with metre or hPa in it"
-        )
+        fix = "give it the attribute long_name, with metre or hPa in it"
+        raise DataError(f"{text!r} may be {name} or {on_level}; {fix}")
     return name
 
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from datasets.loader import EvaluationSampler, FieldDataset, Loader, TrainSampler
+from datasets.loader import FieldDataset, Loader, TrainSampler, evaluation_batches
 from tests.sample_archives import NAMES, analyses, training_store, values
 
 
@@ -34,7 +34,7 @@ def test_every_epoch_draws_every_sample_once():
 def test_evaluation_visits_every_sample_once_on_any_number_of_ranks():
     for num_samples in (1, 5, 19, 24):
         for ranks in (1, 2, 3, 8):
-            samplers = [EvaluationSampler(num_samples, 4, rank, ranks) for rank in range(ranks)]
+            samplers = [evaluation_batches(num_samples, 4, rank, ranks) for rank in range(ranks)]
             seen = sorted(i for s in samplers for batch in s for i in batch if i >= 0)
             assert seen == list(range(num_samples))
             assert len({len(s) for s in samplers}) == 1  # none waits for another
