@@ -38,16 +38,11 @@ def parse_period(key: str, period: Sequence[str]) -> tuple[datetime, datetime] |
             refuse(key, text, "not a date; write 2001-12-31 or 2001-12-31T18:00")
     # -- both are included; "2007-12-31" includes its last second
     first, last = dates
-    if is_whole_day(period[1]):
+    if len(period[1]) <= len("2001-01-01"):
         last += timedelta(days=1, seconds=-1)
     if last < first:
         refuse(key, list(period), "the last date is before the first; exchange them")
     return first, last
-
-
-def is_whole_day(text: str) -> bool:
-    """Return True for a date that is written without an hour."""
-    return len(text) <= len("2001-01-01")
 
 
 def parse_selection(texts: Sequence[str]) -> dict[str, str]:

@@ -228,18 +228,23 @@ def decode_times(variable: xr.Variable) -> np.ndarray:
     stored, numbers = np.asarray(variable.values), _unpack(variable)
     fills = [np.ravel(variable.attrs.get(key, [])) for key in ("_FillValue", "missing_value")]
     is_missing = np.isin(stored, [fill for some in fills if some.dtype.kind in "iuf" for fill in some])
+    is_missing |= numbers != numbers
     if is_missing.any():
         numbers = np.where(is_missing, np.append(numbers[~is_missing], 0)[0], numbers)
-    # -- dates, in microseconds, which reach back to the year 1
+    # -- dates, in microseconds, which reach back to the year 1 for whole numbers, of which parts are added
     coder = xr.coders.CFDatetimeCoder(use_cftime=False, time_unit="us")
     attrs = {"units": units, "calendar": "proleptic_gregorian"}
 
     def decode(numbers: np.ndarray) -> np.ndarray:
-        coordinate = xr.Variable([f"dim_{i}" for i in range(numbers.ndim)], numbers, attrs)
-        times = decode_cf_variable("time", coordinate, decode_times=coder).values
+        whole = np.floor(numbers).astype(np.int64)
+        coordinate = xr.Variable([f"dim_{i}" for i in range(1 + whole.ndim)], [whole, whole + 1], attrs)
+        with warnings.catch_warnings(action="ignore"):  # of years with fewer than four digits
+            times = decode_cf_variable("time", coordinate, decode_times=coder).values
         if times.dtype.kind != "M":
             raise ValueError("they are no dates")
-        return times.astype("datetime64[us]")
+        times, after = times.astype("datetime64[us]")
+        part = np.round((numbers - whole) * (after - times).astype(np.int64))
+        return times + part.astype("timedelta64[us]")
 
     try:
         times = decode(numbers)

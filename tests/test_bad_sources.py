@@ -261,7 +261,7 @@ def test_capitals_on_levels_are_names_too(tmp_path):
         np.testing.assert_allclose(ours, theirs, rtol=1e-6)
 
 
-@pytest.mark.parametrize("fill", [-9999, 9.969209968386869e36])
+@pytest.mark.parametrize("fill", [-9999, 9.969209968386869e36, np.nan])
 def test_a_missing_time_is_no_date(tmp_path, fill):
     """The fill value -9999 became 10 November 1998, and a larger one made the axis unreadable."""
     ds = on_cells("t2m").to_dataset().drop_vars("time")
