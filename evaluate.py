@@ -60,13 +60,12 @@ from tqdm import tqdm
 
 from checkpoints.files import complete_steps, step_folder
 from config import RANDOM, Config
-from datasets.archive import open_archive
-from datasets.dates import is_inside
+from datasets.archive import is_inside, open_archive
 from datasets.grid import Grid, coarser
 from datasets.options import parse_selection
 from datasets.regrid import Regridder
 from datasets.remote import Access
-from datasets.selection import Selection, access_of, open_selection
+from datasets.selection import Selection, open_selection
 from errors import ConfigError, DataError, end_process, one_line_errors, refuse
 from jobs.log_setup import start_logging
 from parallelisms.mesh import PATIENCE, from_first_rank, start_ranks
@@ -122,7 +121,8 @@ def run(config: Config, options: Namespace) -> None:
     check_folder("--output", target, config.data)
     if config.data.path == RANDOM:
         refuse("data.path", RANDOM, "noise has no forecasts that could be scored; name analyses")
-    picks, access = parse_selection(config.data.select), access_of(config.data)
+    picks = parse_selection(config.data.select)
+    access = Access.of(config.data.storage_options, config.data.path)
     forecasts = open_forecasts(options.forecast, folder, picks, access)
     dims = {dim for forecast in forecasts.values() for dim in forecast.extra_dimensions}
     selection = open_selection(config.data, config.model.patch_size, (), elsewhere=dims)

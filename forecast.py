@@ -41,9 +41,9 @@ from checkpoints.export import OneStep, check_target, export_model
 from checkpoints.weights import Trained, checkpoint_source, find_trained, load_weights
 from config import Compile, Config, Float8
 from datasets.channels import Channels
-from datasets.field_dataset import LaterFields
-from datasets.plausibility import refuse_fills
+from datasets.loader import LaterFields
 from datasets.selection import Selection, initial_dates, open_without_periods
+from datasets.statistics import refuse_fills
 from errors import ConfigError, DataError, end_process, one_line_errors, refuse, without_secrets
 from jobs.log_setup import start_logging
 from models.lora import merge_lora

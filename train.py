@@ -27,8 +27,8 @@ from dataclasses import asdict
 import torch.distributed as dist
 
 from config import Config
-from datasets.field_dataset import FieldDataset
 from datasets.grid import area_weights
+from datasets.loader import FieldDataset
 from errors import EXIT_SAVED, FAILED, RunFailed, end_process, one_line_errors, print_message
 from jobs.heartbeat import activity, span
 from jobs.preemption import Agreement

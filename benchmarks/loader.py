@@ -27,8 +27,7 @@ from numcodecs import Blosc
 from benchmarks.results_file import clock, in_turns, parse, record, table
 from datasets.archive import archive_of_dataset, open_archive
 from datasets.convert import Conversion, Request
-from datasets.field_dataset import FieldDataset
-from datasets.loader import EvaluationSampler, Loader
+from datasets.loader import FieldDataset, Loader, evaluation_batches
 from training.process_settings import retain_memory
 
 BATCH = 4  # dates
@@ -102,12 +101,12 @@ def measure(
         return dates * shape.date_bytes / seconds / 1e9
 
     dataset = FieldDataset(open_archive(str(path)), names, np.arange(shape.dates)[:, None])
-    sampler = EvaluationSampler(shape.dates, BATCH, 0, 1)
+    sampler = evaluation_batches(shape.dates, BATCH, 0, 1)
     loader, starting = Loader(dataset, sampler, threads, pin=device.type == "cuda"), max(threads, 3)
 
     def rossby() -> float:
         chosen = rng.integers(0, shape.dates, dates)
-        sampler.batches[:] = [part.tolist() for part in np.array_split(chosen, dates // BATCH)]
+        sampler[:] = [part.tolist() for part in np.array_split(chosen, dates // BATCH)]
         batches = (fields.to(device, non_blocking=True) for fields, _ in loader)
         for _ in range(starting):  # a start is not what is measured
             next(batches)

@@ -6,7 +6,7 @@
     config.toml         the configuration of the run
     manifest.json       the identity of the weights and the checksums of all files: checkpoints/files.py
 
-Shapes: B dates, h states of a window (datasets/field_dataset.py), V variables, C channels, H latitudes,
+Shapes: B dates, h states of a window (datasets/loader.py), V variables, C channels, H latitudes,
 W longitudes.
 """
 

@@ -5,11 +5,8 @@ xarray, which joins files lazily through dask alone: six variables on 13 levels 
 took 79 s and 6.8 GiB to open, and seconds for each field.
 """
 
-import hashlib
 import logging
-import zipfile
-import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,26 +15,32 @@ import numpy as np
 import xarray as xr
 import zarr
 
-from datasets.dates import consecutive, evenly_spaced
 from datasets.fields import Field, NamedFields, places_of
 from datasets.grid import Grid
-from datasets.options import Region
-from datasets.remote import NO_OPTIONS, Access, describe_error
+from datasets.options import Region, parse_period
+from datasets.remote import NO_OPTIONS, Access
 from datasets.shards import ShardReader
-from datasets.source import TRAINING_STORE, dataset_fields, file_states, find_files, is_zarr, open_fields
+from datasets.source import (
+    ROLE_OF_NAME,
+    TRAINING_STORE,
+    NamedLayout,
+    OpenFile,
+    find_files,
+    is_zarr,
+    open_fields,
+)
 from datasets.variables import plain_units, split_name
 from errors import DataError
 
 logger = logging.getLogger(__name__)
-BLOCK_BYTES = 2**28  # of fields read at once while streaming
+BLOCK_BYTES = 2**28  # of fields that are read at once
 COMPARED_DATES = 8  # of the dates that several files contain, and as many of the newest of them
 
 
 class Archive(NamedFields):
-    """Analyses on one grid: `times` (T,) datetime64[s], sorted and unique, and the names of the variables.
-
-    If files cover different dates, `times` is their union, and a variable is NaN on dates without it; `has`
-    returns which. It can be pickled; each process opens the files itself.
+    """Analyses on one grid: `times` (T,) datetime64[s], the sorted union of all files' dates, on which a
+    variable may be NaN (`has` returns where), and names of variables. Can be pickled; processes open files
+    themselves.
     """
 
     def __init__(
@@ -107,17 +110,6 @@ class Archive(NamedFields):
                     reason = f"{name} has different values at {date} in {files}"
                     raise DataError(f"{self.path!r}: {reason}: remove one of them")
 
-    def array_states(self, variables: Sequence[str]) -> dict[str, str]:
-        """Return "path array" -> a digest of the names, sizes and modification times of its files; of static
-        fields, too. Nothing for URLs.
-        """
-        places = [place for name in variables for place in self.places.get(name) or self._static[name]]
-        arrays = {(field.path, field.array) for field, _ in places}
-        states = {f"{path} {array}": file_states(path, array) for path, array in sorted(arrays)}
-        return {
-            name: hashlib.sha256(b"".join(lines)).hexdigest()[:16] for name, lines in states.items() if lines
-        }
-
     def group_by_array(self, variables: Sequence[str]) -> list[list[str]]:
         """Return the variables in groups that are in one array of a file, each in the order given."""
         groups: dict[Field, list[str]] = {}
@@ -152,15 +144,8 @@ class Archive(NamedFields):
         """Fill `out` (V, H, W) float32 with the variables at times[date], NaN where missing."""
         out[...] = self.read(date, variables)
 
-    def float16_packing(self, variables: Sequence[str]) -> tuple[np.ndarray, np.ndarray] | None:
-        """Return scales and offsets (V,) float32 if `fill` gives the stored float16 numbers, else None."""
-        return None
-
     def read_static(self, name: str) -> np.ndarray:
-        """Return a field without time (H, W) float32; of a variable with time, the first date's.
-
-        Raises DataError if files differ in it.
-        """
+        """Return a field without time (H, W) float32, or its first date's. DataError if files differ."""
         if name not in self._static:
             return self.read(int(np.argmax(self.has([name]))), [name])[0]
         (first, position), *more = self._static[name]
@@ -172,10 +157,7 @@ class Archive(NamedFields):
         return values
 
     def _locate(self, name: str) -> tuple[np.ndarray, np.ndarray]:
-        """Return for every date (T,) the first array of a variable that has it (-1: none), and the row there.
-
-        Variables whose arrays have the same dates share the result.
-        """
+        """Return for each date (T,) the first array of a variable with it (-1: none), and its row there."""
         fields = [field for field, _ in self.find(name)]
         key = tuple(self._axis_of[field] for field in fields)
         if key not in self._located:
@@ -203,19 +185,6 @@ class TrainingStore(Archive):
         self.change_step = np.timedelta64(int(group["moments"].attrs["change_hours"] * 3600), "s")
         self.shard_dates = self.readers[self.variables[0]].dates_per_shard
 
-    def read_sums(self, name: str, start: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return the sum of a variable's fields (H, W) float64 over the shard of dates that begins at
-        `start`, and the number of values. Raises DataError.
-        """
-        path = sums_file(Path(self.path), name, start)
-        try:
-            with np.load(path) as stored:
-                return stored["total"], stored["count"]
-        except (OSError, ValueError, KeyError, zipfile.BadZipFile, zlib.error) as error:
-            raise DataError(
-                f"{path}: cannot be read ({describe_error(error)}); convert the data again"
-            ) from None
-
     def rows(self, variables: Sequence[str]) -> np.ndarray:
         """Return the moments (T, V, columns) float64 of each date of some variables. Raises DataError."""
         return self.moments[:, [self.moment_names.index(name) for name in variables if self.find(name)]]
@@ -234,16 +203,6 @@ class TrainingStore(Archive):
         for date, fields in enumerate(out, start):
             self.fill(date, variables, fields)
         return out
-
-    def float16_packing(self, variables: Sequence[str]) -> tuple[np.ndarray, np.ndarray] | None:
-        """Return scales and offsets (V,) float32 of variables that are all stored as float16, else None."""
-        fields = [self.find(name)[0][0] for name in variables]
-        if any(field.raw.dtype != np.float16 for field in fields):
-            return None
-        scales, offsets = np.array(
-            [(f.decoding.scale, f.decoding.offset) for f in fields], np.float32
-        ).T.copy()
-        return scales, offsets
 
 
 def open_archive(
@@ -267,9 +226,13 @@ def open_archive(
             return TrainingStore(path, opened, store)
     for source in (path, *more_paths):
         found, reasons = read_all_fields(source, selection, access)
-        if region:
-            found = [replace(field, orientation=field.orientation.crop(region)) for field in found]
-        fields += found
+        for field in found:
+            if region:
+                whole = field.orientation
+                grid, rows, columns = whole.grid.crop(region)
+                part = replace(whole, grid=grid, rows=whole.rows[rows], columns=whole.columns[columns])
+                field = replace(field, orientation=part)
+            fields.append(field)
         unreadable |= reasons
     return Archive(" and ".join((path, *more_paths)), fields, unreadable)
 
@@ -280,9 +243,8 @@ def read_all_fields(
     access: Access = NO_OPTIONS,
     left_out: dict[str, str] | None = None,
 ) -> tuple[list[Field], dict[str, str]]:
-    """Return the fields of all files that a path means, and why other arrays cannot be read.
-
-    left_out: is given the reason for each of several files that cannot be read, which otherwise is an error.
+    """Return the fields of all files of a path, and why other arrays cannot be read. left_out: is given the
+    reason for each of several files that cannot be read, which otherwise is an error.
     """
     fields, unreadable, files = [], {}, find_files(path)
     for name in files:
@@ -299,19 +261,8 @@ def read_all_fields(
 
 
 def sums_file(store: Path, variable: str, start: int) -> Path:
-    """Return the file with the sums and moments of a variable over a shard of dates. It exists if the shard
-    does.
-    """
+    """Return the file of the sums and moments of a variable over a shard of dates, there if the shard is."""
     return store / "sums" / f"{variable.replace(':', '_')}-{start}.npz"
-
-
-def stream(archive: Archive, variables: Sequence[str], dates: np.ndarray) -> Iterator[tuple[int, np.ndarray]]:
-    """Yield (index, fields (V, H, W)) for each of the ascending dates, read in runs of neighbours."""
-    longest = max(1, BLOCK_BYTES // (4 * len(variables) * archive.grid.shape[0] * archive.grid.shape[1]))
-    for run in consecutive(dates) if len(dates) else []:
-        for part in np.split(run, range(longest, len(run), longest)):
-            block = archive.read_block(int(part[0]), int(part[-1]) + 1, variables)
-            yield from zip(part.tolist(), block, strict=True)
 
 
 def read_static_field(
@@ -321,10 +272,8 @@ def read_static_field(
     selection: Mapping[str, str] | None = None,
     access: Access = NO_OPTIONS,
 ) -> np.ndarray:
-    """Return a field (H, W) float32 of some file, conservatively regridded if it is not on the target grid.
-
-    Of a variable with times the first date counts. Raises DataError if the file has no such field, or its
-    grid is wholly outside the target.
+    """Return a field (H, W) float32 of a file, of the first date if it has any, conservatively regridded if
+    it is not on the target grid. Raises DataError without it, or if its grid is outside.
     """
     fields, unreadable = read_all_fields(path, selection, access)
     own = [field for field in fields if name in field.names] or fields
@@ -354,5 +303,45 @@ def find_store(path: str) -> Any:
 
 def archive_of_dataset(name: str, dataset: xr.Dataset) -> Archive:
     """Return the analyses of a dataset in memory, with variables and coordinates as a file has them."""
-    fields, unreadable = dataset_fields(name, dataset)
+    unreadable: dict[str, str] = {}
+    fields = NamedLayout(OpenFile(name, dataset.variables, dataset.attrs), ROLE_OF_NAME, {}).open(unreadable)
     return Archive(name, fields, unreadable)
+
+
+# -- series of dates (T,) datetime64[s], and indices into them
+
+
+def is_inside(times: np.ndarray, key: str, period: Sequence[str]) -> np.ndarray:
+    """Return which dates (T,) bool are in a period, all of them without one. Raises ConfigError."""
+    span = parse_period(key, period)
+    if not span:
+        return np.ones(len(times), bool)
+    first, last = (np.datetime64(end, "s") for end in span)
+    return (times >= first) & (times <= last)
+
+
+def consecutive(indices: np.ndarray) -> list[np.ndarray]:
+    """Return the stretches of indices (n,) that follow one another without a gap, none of no index."""
+    return np.split(indices, np.flatnonzero(np.diff(indices) != 1) + 1) if len(indices) else []
+
+
+def usual_hours(times: np.ndarray) -> float:
+    """Return the most common interval between dates. Raises DataError for a single date."""
+    if len(times) < 2:
+        raise DataError("it has one date: nothing to train on")
+    steps, counts = np.unique(np.diff(times), return_counts=True)
+    return float(steps[counts.argmax()] / np.timedelta64(1, "h"))
+
+
+def find_gaps(times: np.ndarray) -> np.ndarray:
+    """Return the dates that the usual interval would have between the first and the last."""
+    step = np.timedelta64(round(usual_hours(times) * 3600), "s")
+    wide = np.flatnonzero(np.diff(times) > step)
+    return np.concatenate([times[:0], *(np.arange(times[i] + step, times[i + 1], step) for i in wide)])
+
+
+def evenly_spaced(items: np.ndarray, limit: int) -> np.ndarray:
+    """Return at most `limit` of the items (0: all), from the first to the last."""
+    if not limit or len(items) <= limit:
+        return items
+    return items[np.linspace(0, len(items) - 1, limit).round().astype(int)]

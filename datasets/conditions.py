@@ -4,7 +4,7 @@ Forcings need no data: they are functions of date and position, known in advance
 in float64: seconds since 1970 do not fit float32; results are float32, of order one. MPS has no float64: use
 a CPU.
 
-Shapes: B batch, h states of a window (datasets/field_dataset.py), V variables, S static fields, F forcings,
+Shapes: B batch, h states of a window (datasets/loader.py), V variables, S static fields, F forcings,
 N channels of noise, H latitudes, W longitudes, C = h V + S + F + N channels.
 """
 
@@ -18,13 +18,12 @@ from torch import Tensor, nn
 
 from datasets.channels import Channels
 from datasets.grid import Grid, area_weights
-from datasets.variables import changes_sign
-from errors import nearest, refuse
 from models.noise import NoiseFields
 
 SECONDS_PER_DAY = 86400
 DAYS_PER_YEAR = 365.2425  # Gregorian mean
 EPOCH_TO_J2000 = 10957.5  # days from 1970-01-01 00:00 to 2000-01-01 12:00
+MIRRORED = ("v_component", "northward", "vorticity")  # have the other sign in an image at the equator
 SOLAR_CONSTANT = 1361.0  # W m-2; the unit of toa_incident_solar_radiation here, from 0 to 1.035
 
 
@@ -43,9 +42,8 @@ class Instant:
         return 2 * math.pi * fraction + self.longitude
 
     def day_of_year(self) -> Tensor:
-        """Return the season as an angle (B, 1, 1), 0 at 1 January of 2000 and again each mean Gregorian year.
-
-        It differs from the calendar's by less than a day, without jumps at midnight or after a leap year.
+        """Return the season as an angle (B, 1, 1), 0 at 1 January of 2000 and after each mean Gregorian year:
+        less than a day from the calendar's, without jumps at midnight or after a leap year.
         """
         days = self.seconds.double() / SECONDS_PER_DAY - (EPOCH_TO_J2000 - 0.5)
         return 2 * math.pi * torch.remainder(days / DAYS_PER_YEAR, 1.0)
@@ -78,9 +76,8 @@ def sun_position(seconds: Tensor) -> Sun:
 
 
 def insolation(at: Instant) -> Tensor:
-    """Return the instantaneous radiation at the top of the atmosphere / solar constant, (B, H, W).
-
-    ERA5's variable of this name is instead accumulated over the hour before, in J m-2.
+    """Return the instantaneous radiation at the top of the atmosphere / solar constant, (B, H, W); ERA5's
+    variable of this name is accumulated over the hour before, in J m-2.
     """
     sun = sun_position(at.seconds)
     hour_angle = at.local_time() - math.pi + sun.equation_of_time
@@ -103,24 +100,12 @@ FORCINGS: dict[str, Callable[[Instant], Tensor]] = {
 }
 
 
-def check_forcings(names: Sequence[str]) -> None:
-    """Raise ConfigError with the nearest valid name for the first unknown one."""
-    for name in names:
-        if name not in FORCINGS:
-            refuse("data.forcings", name, f"unknown; {nearest(name, FORCINGS)}")
-
-
 def compute_forcings(
-    names: Sequence[str],
-    times: Tensor,
-    latitude: Tensor,
-    longitude: Tensor,
-    hemisphere: Tensor | int = 1,
+    names: Sequence[str], times: Tensor, latitude: Tensor, longitude: Tensor, hemisphere: Tensor | int = 1
 ) -> Tensor:
-    """Return forcings (B, F, H, W), float32 and of order one, in the order of `names`.
-
-    `times` (B,) int64 seconds since 1970-01-01 UTC; `latitude` (H,), `longitude` (W,) or (B, 1, W) degrees;
-    `hemisphere` (B, 1, 1), -1 for the other season; on one device.
+    """Return forcings (B, F, H, W), float32 and of order one, in the order of `names`, at `times` (B,) int64
+    seconds since 1970, `latitude` (H,) and `longitude` (W,) or (B, 1, W) in degrees, on one device.
+    hemisphere: (B, 1, 1), -1 for the other season.
     """
     if times.dtype != torch.int64:
         raise ValueError(f"times.dtype = {times.dtype}: give int64 seconds since 1970-01-01 UTC")
@@ -170,12 +155,13 @@ class Conditions(nn.Module):
             anomaly = filled - np.average(filled, weights=weights)
             deviation = np.sqrt(np.average(anomaly**2, weights=weights))
             stacked[number] = torch.from_numpy((anomaly / max(deviation, 1e-12)).astype(np.float32))
+        signs = [-1.0 if any(word in name for word in MIRRORED) else 1.0 for name in channels.variables]
         buffers = {
             "hidden": torch.tensor(channels.hidden, dtype=torch.int64),
             "static": stacked,
             "latitude": torch.from_numpy(grid.latitude.copy()),
             "longitude": torch.from_numpy(grid.longitude.copy()),
-            "signs": torch.tensor([-1.0 if changes_sign(name) else 1.0 for name in channels.variables]),
+            "signs": torch.tensor(signs),
         }
         for name, values in buffers.items():
             self.register_buffer(name, values, persistent=False)
@@ -194,10 +180,9 @@ class Conditions(nn.Module):
         return turn(states, shifts).mul_(torch.where(mirrored, self.signs[:, None, None], 1.0))
 
     def append(self, window: Tensor, times: Tensor, *noise: Tensor, shifts: Tensor | None = None) -> Tensor:
-        """Append the inputs to a window (B, h V, H, W), with its newest state at `times` (B,): (B, C, H, W).
-
-        `times` are seconds since 1970. shifts (B,): those by which the window is turned; what depends on the
-        position on the Earth is turned along.
+        """Append the inputs to a window (B, h V, H, W), with its newest state at `times` (B,), seconds since
+        1970: (B, C, H, W). shifts (B,): by which the window is turned, and with it what depends on the
+        position.
         """
         if len(self.hidden):
             window = window.index_fill(1, self.hidden, 0.0)

@@ -9,21 +9,13 @@ killed, the same command continues; if the source has later dates since, it appe
 about 3.5 GiB of memory at most. Exit codes: 0, 1 an error of the disk or a lost worker, 2 bad input.
 """
 
-from errors import (
-    DataError,
-    RunFailed,
-    one_line_errors,
-    print_message,
-    refuse,
-    without_secrets,
-)
+from errors import DataError, RunFailed, one_line_errors, print_message, refuse, without_secrets
 from jobs.signals import end_at_signals
 
 if __name__ == "__main__":
     end_at_signals()  # before the imports, which take a second
 
 import ctypes
-import errno
 import fcntl
 import glob
 import hashlib
@@ -31,7 +23,7 @@ import json
 import logging
 import math
 import os
-import shutil
+import re
 import signal
 import sys
 import time
@@ -40,7 +32,7 @@ from argparse import Namespace
 from collections.abc import Collection, Iterator, Sequence
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -55,30 +47,37 @@ from zarr.codecs import BloscCodec, Crc32cCodec
 
 from command_line import OneLineParser, start
 from config import RANDOM, SIMULATED, Data, in_project
-from datasets.archive import Archive, archive_of_dataset, open_archive, read_static_field, sums_file
+from datasets.archive import (
+    Archive,
+    archive_of_dataset,
+    consecutive,
+    evenly_spaced,
+    is_inside,
+    open_archive,
+    read_static_field,
+    sums_file,
+    usual_hours,
+)
 from datasets.channels import Channels
-from datasets.dates import consecutive, evenly_spaced, is_inside, usual_hours
 from datasets.fields import Decoding
 from datasets.grid import Grid, area_weights, global_grid, sum_moments
-from datasets.options import check_data, check_region, check_selection, parse_selection, parse_storage_options
-from datasets.plausibility import check_static
-from datasets.remote import NO_OPTIONS, Access, describe_error, is_url, protocol_of
+from datasets.options import check_data, check_region, check_selection, parse_selection
+from datasets.remote import NO_OPTIONS, Access, describe_error, is_url
 from datasets.shards import write_shard
-from datasets.source import TRAINING_STORE, file_states, find_files
-from datasets.statistics import CHANGE, NUM_COLUMNS, STATE, state_moments
-from datasets.variables import expand_levels, split_name, units
+from datasets.source import TRAINING_STORE, find_files
+from datasets.statistics import CHANGE, IMPLAUSIBLE, LARGEST, MISSING, NUM_COLUMNS, STATE, refuse_fills
+from datasets.variables import expand_levels, split_name, units, usual_range
 from jobs.durable_files import replacing
 
 logger = logging.getLogger(__name__)
 VERSION = 2  # of the layout of a store
-SIMULATED_PATH, SIMULATED_SOURCE = "outputs/stores/simulated.zarr", "memory://simulated"
+SIMULATED_PATH = "outputs/stores/simulated.zarr"
 SHARD_DATES, SHARD_BYTES, PART_BYTES = 512, 2**28, 2**30  # at most
 SAMPLED_DATES = 16  # for scales and offsets of float16
 COMPARED_DATES = 64  # of an array, on which a source whose files have changed is compared with its store
 LARGEST_RMS = 1 / 200  # largest RMS error of a float16 field, in units of the scale
 LARGEST_FIRST_START = 100 * 2**30  # bytes that a first start converts; more takes hours
 SINGLE_PROCESS = 2**31  # bytes that are converted without workers, which take seconds to start
-FULL = (errno.ENOSPC, errno.EDQUOT, errno.EIO)  # what a user can repair
 AXES = ("time", "latitude", "longitude")
 OTHER_NAMES = {*AXES, "moments", "sums"}  # in a store, besides its variables
 # Zarr 3 does not specify consolidated metadata, and the folder of sums is no array.
@@ -116,17 +115,14 @@ class Request:
             period=tuple(period for period in periods if period) if data.train_period else (),
             region=tuple(data.region),
             select=tuple(data.select),
-            access=access_of(data),
+            access=Access.of(data.storage_options, data.path),
             dtype="float32",
             step_hours=data.step_hours,
             from_config=True,
         )
 
     def open(self, elsewhere: Collection[str] = ()) -> Archive:
-        """Open the sources. Raises ConfigError, DataError.
-
-        elsewhere: dimensions of other data that `select` may name, too.
-        """
+        """Open the sources; `select` may name dimensions of `elsewhere`. Raises ConfigError, DataError."""
         selection, (path, *more_paths) = parse_selection(self.select), self.source
         archive = open_archive(path, selection, self.access, () if self.grid else self.region, more_paths)
         here = {name: label for name, label in selection.items() if name not in elsewhere}
@@ -141,13 +137,13 @@ class Request:
 
     def identity(self) -> dict[str, Any]:
         """Return what may not differ when a store is continued, as JSON has it; without secrets."""
-
-        def plain(path: str) -> str:
-            return without_secrets(path if not path or is_url(path) else os.path.abspath(path))
-
-        values = replace(self, source=tuple(map(plain, self.source)), static_path=plain(self.static_path))
+        source, static_path = (
+            [without_secrets(path if not path or is_url(path) else os.path.abspath(path)) for path in paths]
+            for paths in (self.source, [self.static_path])
+        )
+        values = vars(self) | {"source": source, "static_path": static_path[0]}
         left_out = ("access", "levels", "from_config")
-        return json.loads(json.dumps({k: v for k, v in vars(values).items() if k not in left_out}))
+        return json.loads(json.dumps({k: v for k, v in values.items() if k not in left_out}))
 
     def check_store(self, target: Path, variables: Sequence[str] = ()) -> dict[str, Any]:
         """Return the attributes of a store, {} if there is none. Raises ConfigError if TARGET is something
@@ -164,7 +160,8 @@ class Request:
             known = attributes["options"].get(name, value)
             if value != known and (variables or name != "variables"):
                 option = self.key("SOURCE" if name == "source" else f"--{name}")
-                reason = f"{str(target)!r} was begun with {name} {known!r}; use that, or another {key}"
+                fix = f"use that, remove it, or name another {key}"
+                reason = f"{str(target)!r} was begun with {name} {known!r}; {fix}"
                 refuse(option, value, reason)
         return attributes
 
@@ -174,11 +171,6 @@ def read_attributes(path: Path) -> dict[str, Any]:
     with suppress(OSError, ValueError):
         return json.loads((path / "zarr.json").read_text()).get("attributes", {})
     return {}
-
-
-def access_of(data: Data) -> Access:
-    """Return the options for reading URLs of a run: data.path, and others of the same protocol."""
-    return Access(tuple(data.storage_options), protocol_of(data.path))
 
 
 def store_of(data: Data) -> Path:
@@ -206,29 +198,14 @@ def open_source(data: Data, elsewhere: Collection[str] = ()) -> Archive:
     return Request.of(data).open(elsewhere)
 
 
-def parse_grid(text: str) -> Grid:
-    """Return the global grid of "32x64"; an odd number of rows ("121x240") has points on the poles."""
-    rows, columns = (int(part) if part.isdecimal() else 0 for part in f"{text}x".split("x")[:2])
-    if text != f"{rows}x{columns}" or min(rows, columns) < 2:
-        refuse("--grid", text, "number of latitudes x number of longitudes expected, as in 121x240")
-    return global_grid((rows, columns), poles=rows % 2 == 1)
-
-
 @contextmanager
 def lock(target: Path, request: Request) -> Iterator[None]:
-    """Keep other processes from writing a store. A first start waits for the end of another one's conversion.
-
-    Raises ConfigError, RunFailed (the disk).
-    """
+    """Keep other processes from writing a store; a first start waits. Raises ConfigError, RunFailed."""
     key, place = request.key("TARGET"), str(target)
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         file = (target.parent / f".{target.name}.lock").open("w")
-        if not os.access(target if target.exists() else target.parent, os.W_OK):
-            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
     except OSError as error:
-        if error.errno in FULL:
-            raise RunFailed(f"{key} {place!r} cannot be written ({error.strerror}); make room") from None
         reason = f"it cannot be written to ({error.strerror}); name another"
         refuse(key, place, reason + " with data.store_path" * request.from_config)
     # -- of several runs that start on the same source the first converts it, and the others wait and read
@@ -344,7 +321,11 @@ class Conversion:
         if request.grid:
             from datasets.regrid import Regridder  # torch takes seconds
 
-            globe = parse_grid(request.grid)
+            size = re.fullmatch(r"(\d+)x(\d+)", request.grid)
+            if not size or min(int(size[1]), int(size[2])) < 2:
+                reason = "number of latitudes x number of longitudes expected, as in 121x240"
+                refuse("--grid", request.grid, reason)
+            globe = global_grid((int(size[1]), int(size[2])), poles=int(size[1]) % 2 == 1)
             self.grid = globe.crop(request.region, "--region")[0] if request.region else globe
             self.regridder = Regridder(archive.grid, self.grid)
         # Of a field as it is read or as it is written.
@@ -358,15 +339,13 @@ class Conversion:
         return zarr.open_group(self.target, mode="r+", use_consolidated=False)
 
     def read(self, times: np.ndarray, names: Sequence[str]) -> np.ndarray:
-        """Return fields (n, V, H, W) float32 of the source on the grid of the store, NaN where it lacks them.
-        Raises DataError.
-
-        times: ascending.
+        """Return fields (n, V, H, W) float32 of the source at ascending times, on the grid of the store, NaN
+        where it lacks them. Raises DataError.
         """
         fields = np.full((len(times), len(names), *self.grid.shape), np.nan, np.float32)
         rows = np.flatnonzero(np.isin(times, self.archive.times))
         places = np.searchsorted(self.archive.times, times[rows])
-        for near in consecutive(places) if len(places) else []:
+        for near in consecutive(places):
             with reading(self.archive.path):
                 block = self.archive.read_block(int(near[0]), int(near[-1]) + 1, names)
             here = rows[np.isin(places, near)]
@@ -402,18 +381,27 @@ class Conversion:
                     fields[name] = read_static_field(path, name, self.grid, selection, request.access)
                 else:
                     fields[name] = self.fit(self.archive.read_static(name)[None], name)[0]
-        if request.from_config:
-            check_static(fields, path or self.archive.path)
         return fields
 
     def states(self) -> dict[str, str]:
-        """Return the states of the source's files; {} for URLs and analyses in memory."""
-        known = (*self.archive.static_variables, *self.archive.variables)
-        names, path = [name for name in self.static if name in known], self.request.static_path
+        """Return the states of the source's files by array; {} for URLs and analyses in memory."""
+        path, names, states = self.request.static_path, {*self.names, *self.static}, dict[str, str]()
+        fields = [field for field in self.archive.fields if names.intersection(field.names)]
         with reading(path or self.archive.path):
-            states = self.archive.array_states([*self.names, *names])
-            if states and path and not is_url(path):
-                states |= {path: repr([file_states(file, "") for file in find_files(path)])}
+            arrays = sorted({(field.path, field.array) for field in fields if not is_url(field.path)})
+            if arrays and path and not is_url(path):
+                arrays += [(file, "") for file in find_files(path)]
+            # -- a digest of the names, sizes and modification times of the files of an array
+            for file, array in arrays:
+                files, digest = [Path(file)], hashlib.sha256()
+                if files[0].is_dir():
+                    found = (inside for inside in (files[0] / array).rglob("*") if inside.is_file())
+                    files = sorted(found, key=str)
+                for inside in files:
+                    status, name = inside.stat(), os.path.relpath(inside, os.path.dirname(file))
+                    line = f"{name} {status.st_size} {status.st_mtime_ns}\n"
+                    digest.update(line.encode("utf-8", "surrogateescape"))
+                states[f"{file} {array}"] = digest.hexdigest()[:16]
         return states
 
     def run(self, workers: int = 1, scheduler: str = "") -> None:
@@ -429,18 +417,41 @@ class Conversion:
         times, states = group["time"][: group.attrs["dates"]].astype("datetime64[s]"), self.states()
         known = group.attrs["states"]
         if not states or states != known:
-            self.compare(times, {name for name, value in states.items() if value != known.get(name)})
+            # -- arrays whose files have changed; none are known of URLs
+            changed = {name for name, value in states.items() if value != known.get(name)}
+            shards = [sums.stem.rsplit("-", 1) for sums in (self.target / "sums").glob("*.npz")]
+            size = self.group[array_name(self.names[0])].shards[0]
+            fix = f"remove {str(self.target)!r} to convert them, or name another {self.request.key('TARGET')}"
+            reason = f"is not what it was when it was converted; {fix}"
+            for name in self.names:
+                packing, array = self.packing(name), self.group[array_name(name)]
+                starts = sorted(int(start) for stem, start in shards if stem == array_name(name))
+                rows = np.array([r for a in starts for r in range(a, min(a + size, len(times)))], int)
+                rows = rows[np.isin(times[rows], self.archive.times)]
+                fields = {f"{field.path} {field.array}": field for field, _ in self.archive.find(name)}
+                # A changed file may have other values on some dates only: compare more of those it has.
+                dates = [np.asarray(fields[place].times) for place in fields.keys() & changed]
+                if changed:
+                    rows = rows[np.isin(times[rows], np.concatenate([times[:0], *dates]))]
+                for row in evenly_spaced(rows, COMPARED_DATES if changed else SAMPLED_DATES).tolist():
+                    field = self.read(times[row : row + 1], [name])[0, 0]
+                    field = field if packing is None else pack(field, packing)
+                    if not np.array_equal(field, array[row], equal_nan=True):
+                        raise DataError(f"{self.archive.path!r}: {name} at {times[row]} {reason}")
+            for name, field in self.static_fields().items():
+                if not np.array_equal(field, self.group[array_name(name)][:], equal_nan=True):
+                    raise DataError(f"{self.archive.path!r}: {name} {reason}")
             group.update_attributes({"states": states})
         written = times if group.attrs["complete"] else times[: group.attrs.get("written", 0)]
-        if len(lost := times[~np.isin(times, self.times)]):
-            if len(missing := np.setdiff1d(lost, written)):
-                reason = f"it no longer has {missing[0]}, with which {str(self.target)!r} was begun"
-                refuse(key, self.archive.path, f"{reason}; convert to another TARGET")
-            number = f"{len(lost)} dates, the first {lost[0]}"
-            logger.info("%s: the source has %s, no more", self.target, number)
+        lost = np.setdiff1d(times, self.times)
+        if len(missing := np.setdiff1d(lost, written)):
+            reason = f"it no longer has {missing[0]}, with which {str(self.target)!r} was begun"
+            refuse(key, self.archive.path, f"{reason}; convert to another TARGET")
+        if len(lost):
+            logger.info("%s: %d dates are no longer in the source: %s", self.target, len(lost), lost[0])
         # -- dates are appended only: training counts samples by position, which must not move
         later = np.setdiff1d(self.times, times)
-        if len(later) and len(times) and later[0] < times[-1]:
+        if len(later) and later[0] < times[-1]:
             reason = f"it has {later[0]} now, which {str(self.target)!r} lacks before its end"
             refuse(key, self.archive.path, f"{reason}; remove that folder, or name another TARGET")
         if len(later):
@@ -456,35 +467,6 @@ class Conversion:
             group.update_attributes({"dates": len(times)})  # last: a kill before leaves the old number
         if not group.attrs["complete"]:
             self.write(times, workers, scheduler)
-
-    def compare(self, times: np.ndarray, changed: set[str]) -> None:
-        """Raise DataError naming variable and date if the source's values differ from those that are written.
-
-        changed: arrays ("path array") of the source whose files have changed; none are known of URLs.
-        """
-        shards = [sums.stem.rsplit("-", 1) for sums in (self.target / "sums").glob("*.npz")]
-        size = self.group[array_name(self.names[0])].shards[0]
-        fix = f"remove {str(self.target)!r} to convert them, or name another {self.request.key('TARGET')}"
-        reason = f"is not what it was when it was converted; {fix}"
-        for name in self.names:
-            packing, array = self.packing(name), self.group[array_name(name)]
-            starts = sorted(int(start) for stem, start in shards if stem == array_name(name))
-            rows = np.array([r for a in starts for r in range(a, min(a + size, len(times)))], int)
-            rows = rows[np.isin(times[rows], self.archive.times)]
-            fields = {f"{field.path} {field.array}": field for field, _ in self.archive.find(name)}
-            samples = [] if changed else evenly_spaced(rows, SAMPLED_DATES).tolist()
-            # A changed file may have other values on some dates only: compare more of those it has.
-            for place in fields.keys() & changed:
-                inside = rows[np.isin(times[rows], np.asarray(fields[place].times))]
-                samples += evenly_spaced(inside, COMPARED_DATES).tolist()
-            for row in samples:
-                field = self.read(times[row : row + 1], [name])[0, 0]
-                field = field if packing is None else pack(field, packing)
-                if not np.array_equal(field, array[row], equal_nan=True):
-                    raise DataError(f"{self.archive.path!r}: {name} at {times[row]} {reason}")
-        for name, field in self.static_fields().items():
-            if not np.array_equal(field, self.group[array_name(name)][:], equal_nan=True):
-                raise DataError(f"{self.archive.path!r}: {name} {reason}")
 
     def create(self) -> None:
         """Create a store without values: under another name, so that a kill leaves nothing in TARGET."""
@@ -556,7 +538,10 @@ class Conversion:
         return packings
 
     def write(self, times: np.ndarray, workers: int, scheduler: str) -> None:
-        """Write the missing parts and the moments of all dates, then mark the store as complete."""
+        """Write the missing parts and the moments of all dates, then mark the store as complete.
+
+        Raises what a part raises, RunFailed if a worker is lost, ConfigError if no scheduler answers.
+        """
         group, count = self.group, len(times)
         shard = group[array_name(self.names[0])].shards[0]
         together = self.archive.group_by_array(self.names)
@@ -579,8 +564,31 @@ class Conversion:
             for names in groups:
                 if not all(sums_file(self.target, name, first).exists() for name in names):
                     tasks.append(delayed(self.write_part)((first, min(first + shard, count), names)))
-        run_parts(tasks, workers, scheduler)
+        # Processes, not threads: HDF5 has one lock per process, and packing needs Python's lock.
+        kind = None if scheduler else "processes" if workers > 1 else "synchronous"
+        ending: Any = {"multiprocessing.initializer": partial(_end_with, os.getpid())}
+        with ExitStack() as stack:
+            if scheduler:
+                try:
+                    import distributed  # type: ignore[reportMissingImports]  # an extra
 
+                    # dask's scheduler from here on
+                    stack.enter_context(distributed.Client(scheduler, timeout=20))
+                except ImportError:
+                    fix = 'needs the package distributed: pip install -e ".[distributed]"'
+                    refuse("--scheduler", scheduler, fix)
+                except (OSError, ValueError) as error:
+                    reason = f"no scheduler answers ({describe_error(error)}); start one"
+                    refuse("--scheduler", scheduler, reason)
+            stack.enter_context(dask_config.set(ending))
+            stack.enter_context(TqdmCallback(desc="conversion", unit="task", disable=None))
+            try:
+                dask.base.compute(*tasks, scheduler=kind, num_workers=workers, chunksize=1)
+            except BrokenProcessPool:
+                reason = "a worker was killed, perhaps because memory ran out: use fewer --workers"
+                raise RunFailed(f"{reason}; the same command continues") from None
+
+        # -- the moments of all dates, in one array
         moments = np.empty((count, len(self.names), NUM_COLUMNS))
         for v, name in enumerate(self.names):
             for first in range(0, count, shard):
@@ -605,9 +613,7 @@ class Conversion:
         zarr.consolidate_metadata(group.store)
 
     def write_part(self, part: tuple[int, int, list[str]]) -> None:
-        """Read, check and write the dates [start, stop) of some variables, at most a shard of each, and their
-        moments and sums. Raises DataError.
-        """
+        """Check and write dates [start, stop) of variables, within a shard, and their moments and sums."""
         start, stop, names = part
         group, area = self.group, area_weights(self.grid.latitude)
         all_times = group["time"][:].astype("datetime64[s]")
@@ -629,15 +635,21 @@ class Conversion:
                     check_packing(field, packing, f"{name} at {date}")
                 fields = packing.decode(stored).astype(np.float32)
             ours, columns = fields[len(earlier) :], np.zeros((stop - start, NUM_COLUMNS))
-            shift = group.attrs["shifts"][name]
+            # Near the mean: without it squares of 5e4 m2 s-2 would lose seven of the sixteen digits.
+            shift, (low, high) = group.attrs["shifts"][name], usual_range(name)
             total, count = np.zeros(self.grid.shape), np.zeros(self.grid.shape, np.int32)
             slab = max(1, 2**24 // math.prod(self.grid.shape))  # fields at once: float64 takes memory
             # -- moments of states, sums by cell, and moments of the change over a step
             for a in range(0, len(ours), slab):
-                block, dates = ours[a : a + slab], times[a : a + slab]
-                moments = state_moments(block, name, shift, area, dates, self.archive.path)
-                columns[a : a + slab, : STATE.stop] = moments
-                valid = np.isfinite(block)
+                block, dates, rows = ours[a : a + slab], times[a : a + slab], columns[a : a + slab]
+                valid, is_infinite = np.isfinite(block), np.isinf(block)
+                is_odd = ((block < low) | (block > high)) & valid
+                if is_odd.any() or np.abs(block, where=valid, out=np.zeros_like(block)).max() > LARGEST:
+                    for date, field in zip(dates, block, strict=True):
+                        refuse_fills(field[None], [name], date, self.archive.path)
+                rows[:, MISSING] = (~valid).sum(axis=(1, 2))
+                odd = is_infinite.sum(axis=(1, 2)), is_odd.sum(axis=(1, 2))
+                rows[:, IMPLAUSIBLE], rows[:, STATE] = np.stack(odd, 1), sum_moments(block, shift, area)
                 total += np.where(valid, block, 0).sum(axis=0, dtype=np.float64)
                 count += valid.sum(axis=0, dtype=np.int32)
             for a in range(0, len(now), slab):
@@ -654,36 +666,6 @@ class Conversion:
 # -- processes
 
 
-def run_parts(tasks: Sequence[Any], workers: int, scheduler: str) -> None:
-    """Run tasks of dask: in this process, in workers, or on a cluster of dask.distributed.
-
-    Raises what a task raises, RunFailed if a worker is lost, ConfigError if no scheduler answers.
-    """
-    # Processes, not threads: HDF5 has one lock per process, and packing needs Python's lock.
-    kind = None if scheduler else "processes" if workers > 1 else "synchronous"
-    ending: Any = {"multiprocessing.initializer": partial(_end_with, os.getpid())}
-    with ExitStack() as stack:
-        if scheduler:
-            try:
-                import distributed  # type: ignore[reportMissingImports]  # an extra
-
-                # dask's scheduler from here on
-                stack.enter_context(distributed.Client(scheduler, timeout=20))
-            except ImportError:
-                fix = 'needs the package distributed: pip install -e ".[distributed]"'
-                refuse("--scheduler", scheduler, fix)
-            except (OSError, ValueError) as error:
-                reason = f"no scheduler answers ({describe_error(error)}); start one"
-                refuse("--scheduler", scheduler, reason)
-        stack.enter_context(dask_config.set(ending))
-        stack.enter_context(TqdmCallback(desc="conversion", unit="task", disable=None))
-        try:
-            dask.base.compute(*tasks, scheduler=kind, num_workers=workers, chunksize=1)
-        except BrokenProcessPool:
-            reason = "a worker was killed, perhaps because memory ran out: use fewer --workers"
-            raise RunFailed(f"{reason}; the same command continues") from None
-
-
 def _end_with(parent: int) -> None:
     """Make a worker end with its parent, which alone handles Ctrl-C."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -695,36 +677,8 @@ def _end_with(parent: int) -> None:
 # -- the first start of a run
 
 
-def convert_for(data: Data, source: Archive) -> None:
-    """Convert what a configuration reads of its source, unless the store is complete and the source is as it
-    was.
-
-    Raises ConfigError, DataError, RunFailed.
-    """
-    request, target = Request.of(data), store_of(data)
-    conversion = Conversion(request, target, source)
-    attributes = request.check_store(target, conversion.names)
-    is_new = not attributes.get("complete")
-    if not is_new and (states := conversion.states()):
-        if attributes["states"] == states and attributes["dates"] == len(conversion.times):
-            return
-    size, shape = conversion.num_bytes, f"{len(conversion.times)} dates of {len(conversion.names)} variables"
-    if is_new:
-        check_first_start(data, size)
-    with lock(target, request):
-        if is_new:
-            free = shutil.disk_usage(target.parent).free
-            print_message(
-                f"data.path = {without_secrets(data.path)}: converting {shape}, at most "
-                f"{size / 2**30:.2f} GiB, to {target} ({free / 2**30:.1f} GiB free), once"
-            )
-        conversion.run(1 if size < SINGLE_PROCESS else os.cpu_count() or 1)
-
-
 def check_first_start(data: Data, size: int = 0) -> None:
-    """Raise ConfigError with the command where a start does not convert: on several nodes, by ranks, too
-    much.
-    """
+    """Raise ConfigError with the command for sources that no start converts: by several ranks, too large."""
     fix = "convert it first, with the configuration and options of this run: "
     fix += ".venv/bin/python -m datasets.convert --job.config_file FILE"
     if int(os.environ.get("NNODES", "1")) > 1 or int(os.environ.get("WORLD_SIZE", "1")) > 1:
@@ -735,32 +689,21 @@ def check_first_start(data: Data, size: int = 0) -> None:
 
 
 def write_simulated(target: Path) -> None:
-    """Write simulated weather as a training store, unless it is there. Safe for concurrent processes.
-
-    Replaces a record of other parameters. Raises ConfigError if there is something else.
+    """Write simulated weather as a training store, unless it is there; processes may call it at once. Raises
+    ConfigError if there is something else, or a record of other parameters.
     """
     from datasets import simulated  # torch takes seconds
 
     numbers = [simulated.VERSION, simulated.NUM_YEARS, simulated.NUM_DAYS, asdict(simulated.DEFAULTS)]
-    digest = hashlib.sha256(json.dumps(numbers).encode()).hexdigest()[:16]
-    request = Request((f"{SIMULATED_SOURCE}-{digest}",), dtype="float32", step_hours=6, from_config=True)
-
-    def is_written() -> bool:
-        attributes = read_attributes(target)
-        known = attributes.get("options", {}).get("source", [""])
-        if target.exists() and not known[0].startswith(SIMULATED_SOURCE):
-            refuse("data.path", SIMULATED, f"{str(target)!r} is not simulated data; remove it")
-        is_same = known == list(request.source) and attributes[TRAINING_STORE] == VERSION
-        return is_same and attributes["complete"]
-
-    if is_written():  # also on a disk that is only read
+    source = f"memory://simulated-{hashlib.sha256(json.dumps(numbers).encode()).hexdigest()[:16]}"
+    request = Request((source,), dtype="float32", step_hours=6, from_config=True)
+    if request.check_store(target).get("complete"):  # also on a disk that is only read
         return
     with lock(target, request):
-        if not is_written():
+        if not request.check_store(target).get("complete"):
             begin = time.perf_counter()
             dataset = simulated.simulate(simulated.NUM_YEARS, simulated.NUM_DAYS, 0, simulated.DEFAULTS)
-            shutil.rmtree(target, ignore_errors=True)
-            Conversion(request, target, archive_of_dataset(request.source[0], dataset)).run()
+            Conversion(request, target, archive_of_dataset(source, dataset)).run()
             seconds = time.perf_counter() - begin
             logger.info("simulated %d years in %.1f s: %s", simulated.NUM_YEARS, seconds, target)
 
@@ -786,17 +729,11 @@ def main(argv: list[str]) -> int:
         add("--grid", default="", metavar="HxW", help="regrid: 121x240 has rows on the poles, 32x64 has none")
         add("--dtype", choices=("float16", "float32"), default="float16", help="default: float16")
         add("--workers", type=int, default=1, metavar="N", help="processes of this machine")
-        add(
-            "--scheduler",
-            default="",
-            metavar="tcp://HOST:PORT",
-            help="of dask.distributed, instead of workers",
-        )
+        add("--scheduler", default="", metavar="tcp://HOST:PORT", help="of dask.distributed, for workers")
         add("--select", nargs="+", default=[], metavar="DIM=LABEL", help="as data.select")
         add("--storage_options", nargs="+", default=[], metavar="NAME=VALUE", help="as data.storage_options")
         options = parser.parse_args(argv)
         check_region("--region", options.region)
-        parse_storage_options(options.storage_options)
         if options.workers < 1:
             refuse("--workers", options.workers, "one or more processes expected")
         if is_url(options.target):
@@ -810,7 +747,7 @@ def main(argv: list[str]) -> int:
             period=(tuple(options.period),) if options.period else (),
             region=tuple(options.region),
             select=tuple(options.select),
-            access=Access(tuple(options.storage_options), protocol_of(options.source)),
+            access=Access.of(options.storage_options, options.source),
             grid=options.grid,
             dtype=options.dtype,
         )

@@ -16,8 +16,6 @@ if __name__ == "__main__":
 import json
 import os
 import sys
-from argparse import Namespace
-from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -25,12 +23,11 @@ import pandas as pd
 
 from command_line import OneLineParser
 from config import Validation
-from datasets.archive import Archive, read_all_fields
-from datasets.dates import consecutive, evenly_spaced, find_gaps, usual_hours
+from datasets.archive import Archive, consecutive, evenly_spaced, find_gaps, read_all_fields, usual_hours
 from datasets.grid import latitude_bounds
-from datasets.options import check_selection, parse_selection, parse_storage_options
-from datasets.plausibility import implausible_kinds, undeclared_fill
-from datasets.remote import Access, is_url, protocol_of
+from datasets.options import check_selection, parse_selection
+from datasets.remote import Access, is_url
+from datasets.statistics import implausible_kinds, undeclared_fill
 from datasets.variables import OFTEN_ZERO, group_levels, join_name, known_name, usual_range
 
 SAMPLED_DATES = 24
@@ -59,16 +56,15 @@ def main(argv: list[str]) -> int:
     options = parser.parse_args(argv)
     # -- the source, with what of it cannot be read, and what is odd about the values of some dates
     selection, left_out = parse_selection(options.select), dict[str, str]()
-    parse_storage_options(options.storage_options)
-    access = Access(tuple(options.storage_options), protocol_of(options.source))
+    access = Access.of(options.storage_options, options.source)
     fields, unreadable = read_all_fields(options.source, selection, access, left_out)
     archive = Archive(options.source, fields, unreadable)
     check_selection(selection, archive.extra_dimensions, options.source)
     grid, times = archive.grid, archive.times
     dates = evenly_spaced(np.arange(len(times)), 0 if options.all else SAMPLED_DATES)
-    odd_values, missing = find_odd_values(archive, dates)
-    findings = [Finding(reason, name) for name, reason in (left_out | archive.unreadable).items()]
-    findings += [*find_odd_arrays(archive, options.all), *odd_values]
+    problems, missing = find_problems(archive, dates, options.all)
+    unread = [Finding(reason, name) for name, reason in (left_out | archive.unreadable).items()]
+    findings = dict.fromkeys([*unread, *problems])
 
     # A row for each variable; of its levels the largest share of cells without a value.
     rows = []
@@ -79,15 +75,14 @@ def main(argv: list[str]) -> int:
             unit += " (assumed)"
         share = max(missing.get(name, 0) for name in names)
         numbers = " ".join(str(level) for level in sorted(filter(None, levels)))
-        rows.append(
-            (base, numbers or "-", unit or "-", str(raw.dtype), f"{100 * share:.1f} %" if share else "-")
-        )
+        percent = f"{100 * share:.1f} %" if share else "-"
+        rows.append((base, numbers or "-", unit or "-", str(raw.dtype), percent))
     # -- the description: variables, grid, period, problems, and a [data] section to begin with
     variables = pd.DataFrame(rows, columns=["variable", "levels", "units", "type", "missing"])
     spans = [f"{values[0]:g} to {values[-1]:g}" for values in (grid.latitude, grid.longitude)]
     is_global = grid.periodic and np.abs(latitude_bounds(grid.latitude)[[0, -1]]).min() > 90 - 1e-6
     extent = f"latitude {spans[0]}, longitude {spans[1]}: {'the globe' if is_global else 'a region'}"
-    problems = pd.DataFrame(list(dict.fromkeys(findings)), columns=Finding._fields)
+    problems = pd.DataFrame(list(findings), columns=Finding._fields)
     checked = f"the values of {len(dates)} of {len(times)} dates"
     print(f"{without_secrets(options.source)}\n\n{variables.to_string(index=False, justify='left')}\n")
     print(f"grid        {grid.shape[0]} x {grid.shape[1]} points, {extent}")
@@ -96,105 +91,7 @@ def main(argv: list[str]) -> int:
         print(f"{problems.to_string(index=False, justify='left')}\n{len(problems)} problems in {checked}\n")
     else:
         print(f"no problems in {checked}\n")
-    print(data_section(archive, options))
-    return int(bool(findings))
-
-
-def describe_dates(dates: np.ndarray, axis: np.ndarray) -> str:
-    """Return dates as text: the first and the last of each stretch on the axis, of at most ten."""
-    ranges = [axis[[run[0], run[-1]]] for run in consecutive(np.searchsorted(axis, dates))]
-    texts = [" to ".join(dict.fromkeys(map(str, ends))) for ends in ranges[:MOST_RANGES]]
-    more = f" and {len(ranges) - MOST_RANGES} more" if len(ranges) > MOST_RANGES else ""
-    return ", ".join(texts) + more
-
-
-def find_odd_arrays(archive: Archive, every_date: bool) -> Iterator[Finding]:
-    """Yield findings for names, dates and units, for files that differ, and for constant static fields."""
-    for name in [*archive.variables, *archive.static_variables]:
-        if known := known_name(name):
-            yield Finding(f"an unknown name; the nearest known one is {known}", name)
-    for name, levels in group_levels(archive.variables).items():
-        if None in levels and len(levels) > 1:
-            yield Finding("with and without a level, of which a run takes one", name)
-    gaps = find_gaps(archive.times)
-    if len(gaps):
-        ranges = describe_dates(gaps, np.union1d(gaps, archive.times))
-        yield Finding("dates missing", archive.path, ranges, len(gaps))
-    for name in archive.variables:
-        absent = archive.times[~archive.has([name])]
-        if len(absent):
-            ranges = describe_dates(absent, archive.times)
-            yield Finding("dates missing that other variables have", name, ranges, len(absent))
-    for name in archive.variables:
-        try:
-            archive.check([name], every_date)
-        except DataError as error:
-            yield Finding(str(error), name)
-    for name in archive.static_variables:
-        field = archive.read_static(name)
-        if np.isnan(field).all():
-            yield Finding("no value at all", name)
-        elif len(np.unique(field[np.isfinite(field)])) < 2:
-            yield Finding("one value everywhere", name)
-
-
-def find_odd_values(archive: Archive, dates: np.ndarray) -> tuple[list[Finding], dict[str, float]]:
-    """Return a finding for each problem of the fields on the dates (indices), and the share of cells of each
-    variable that are missing.
-    """
-    problems: dict[tuple[str, str], list[int]] = {}  # problem and name -> dates
-    always: dict[str, np.ndarray] = {}  # name -> cells (H, W) that are missing on every date with values
-    shares: dict[str, dict[int, float]] = {}  # name -> date -> share of cells that are missing
-    for i in dates.tolist():
-        for names in archive.group_by_array(archive.variables):
-            try:
-                fields = archive.read(i, names)
-            except DataError as error:
-                problems.setdefault((str(error), names[0]), []).append(i)
-                continue
-            for name, values in zip(names, fields, strict=True):
-                if not archive.has([name])[i]:
-                    continue
-                for problem in find_problems(values, name):
-                    problems.setdefault((problem, name), []).append(i)
-                missing = np.isnan(values)
-                shares.setdefault(name, {})[i] = missing.mean()
-                if not missing.all():
-                    always[name] = always.get(name, missing) & missing
-    # A mask of land is missing on every date; cells that are missing on some dates only are a defect.
-    for name, mask in always.items():
-        more = [i for i, share in shares[name].items() if mask.mean() < share < 1]
-        if more:
-            problems["missing cells that have values on other dates", name] = more
-    findings = [
-        Finding(problem, name, describe_dates(archive.times[rows], archive.times[dates]), len(rows))
-        for (problem, name), rows in problems.items()
-    ]
-    return findings, {name: float(np.mean([*of_dates.values()])) for name, of_dates in shares.items()}
-
-
-def find_problems(values: np.ndarray, name: str) -> Iterator[str]:
-    """Yield the problems of the values (H, W) of a variable."""
-    finite = values[np.isfinite(values)]
-    fill = undeclared_fill(finite, name)
-    if fill is not None:
-        yield f"{fill:g} in some cells: a missing value that is not declared"
-        finite = finite[finite != fill]
-    if not len(finite):
-        yield "no value at all"
-    elif finite.min() == finite.max() and name.partition(":")[0] not in OFTEN_ZERO:
-        yield "one value everywhere"
-    low, high = usual_range(name)
-    counts = np.isinf(values).sum(), ((finite < low) | (finite > high)).sum()
-    for kind, count in zip(implausible_kinds(name), counts, strict=True):
-        if count:
-            yield f"values {kind}"
-
-
-def data_section(archive: Archive, options: Namespace) -> str:
-    """Return the TOML of a [data] and a [validation] section that train below any shipped configuration."""
-    # The last part of the dates validates.
-    times = archive.times
+    # -- sections that train below any shipped configuration; the last part of the dates validates
     first = times[int(len(times) * (1 - HELD_OUT))]
     first = max(times[min(2, len(times) - 1)], min(first, times[-1] - LONGEST_LEAD))
     first = first if len(times) < 20 else first.astype("datetime64[D]").astype("datetime64[s]")
@@ -221,7 +118,90 @@ def data_section(archive: Archive, options: Namespace) -> str:
     lines = [f"{key} = {json.dumps(value, ensure_ascii=False)}" for key, value in section.items()]
     longest = (times[-1] - np.datetime64(validation[0])) / np.timedelta64(1, "h")
     leads = [h for h in Validation().lead_hours if h % step == 0 and h <= longest] or [step]
-    return without_secrets("\n".join(["[data]", *lines, "", "[validation]", f"lead_hours = {leads}"]))
+    print(without_secrets("\n".join(["[data]", *lines, "", "[validation]", f"lead_hours = {leads}"])))
+    return int(bool(findings))
+
+
+def describe_dates(dates: np.ndarray, axis: np.ndarray) -> str:
+    """Return dates as text: the first and the last of each stretch on the axis, of at most ten."""
+    ranges = [axis[[run[0], run[-1]]] for run in consecutive(np.searchsorted(axis, dates))]
+    texts = [" to ".join(dict.fromkeys(map(str, ends))) for ends in ranges[:MOST_RANGES]]
+    more = f" and {len(ranges) - MOST_RANGES} more" if len(ranges) > MOST_RANGES else ""
+    return ", ".join(texts) + more
+
+
+def find_problems(archive: Archive, dates: np.ndarray, every_date: bool) -> tuple[list, dict[str, float]]:
+    """Return a finding for each problem of names, dates, units and files, and of the fields on dates
+    (indices), and the missing share of each variable's cells. every_date: compare files on all dates.
+    """
+    findings: list[Finding] = []
+    for name in [*archive.variables, *archive.static_variables]:
+        if known := known_name(name):
+            findings.append(Finding(f"an unknown name; the nearest known one is {known}", name))
+    for name, levels in group_levels(archive.variables).items():
+        if None in levels and len(levels) > 1:
+            findings.append(Finding("with and without a level, of which a run takes one", name))
+    gaps = find_gaps(archive.times)
+    if len(gaps):
+        ranges = describe_dates(gaps, np.union1d(gaps, archive.times))
+        findings.append(Finding("dates missing", archive.path, ranges, len(gaps)))
+    for name in archive.variables:
+        absent = archive.times[~archive.has([name])]
+        if len(absent):
+            ranges = describe_dates(absent, archive.times)
+            findings.append(Finding("dates missing that other variables have", name, ranges, len(absent)))
+    for name in archive.variables:
+        try:
+            archive.check([name], every_date)
+        except DataError as error:
+            findings.append(Finding(str(error), name))
+    for name in archive.static_variables:
+        field = archive.read_static(name)
+        if np.isnan(field).all():
+            findings.append(Finding("no value at all", name))
+        elif len(np.unique(field[np.isfinite(field)])) < 2:
+            findings.append(Finding("one value everywhere", name))
+    # -- values
+    problems: dict[tuple[str, str], list[int]] = {}  # problem and name -> dates
+    always: dict[str, np.ndarray] = {}  # name -> cells (H, W) that are missing on every date with values
+    shares: dict[str, dict[int, float]] = {}  # name -> date -> share of cells that are missing
+    for i in dates.tolist():
+        for names in archive.group_by_array(archive.variables):
+            try:
+                fields = archive.read(i, names)
+            except DataError as error:
+                problems.setdefault((str(error), names[0]), []).append(i)
+                continue
+            for name, values in zip(names, fields, strict=True):
+                if not archive.has([name])[i]:
+                    continue
+                missing, finite = np.isnan(values), values[np.isfinite(values)]
+                if (fill := undeclared_fill(finite, name)) is not None:
+                    found = [f"{fill:g} in some cells: a missing value that is not declared"]
+                    finite = finite[finite != fill]
+                else:
+                    found = []
+                if not len(finite):
+                    found.append("no value at all")
+                elif finite.min() == finite.max() and name.partition(":")[0] not in OFTEN_ZERO:
+                    found.append("one value everywhere")
+                low, high = usual_range(name)
+                counts = np.isinf(values).sum(), ((finite < low) | (finite > high)).sum()
+                kinds = zip(implausible_kinds(name), counts, strict=True)
+                for problem in (*found, *(f"values {kind}" for kind, count in kinds if count)):
+                    problems.setdefault((problem, name), []).append(i)
+                shares.setdefault(name, {})[i] = missing.mean()
+                if not missing.all():
+                    always[name] = always.get(name, missing) & missing
+    # A mask of land is missing on every date; cells that are missing on some dates only are a defect.
+    for name, mask in always.items():
+        more = [i for i, share in shares[name].items() if mask.mean() < share < 1]
+        if more:
+            problems["missing cells that have values on other dates", name] = more
+    for (problem, name), rows in problems.items():
+        ranges = describe_dates(archive.times[rows], archive.times[dates])
+        findings.append(Finding(problem, name, ranges, len(rows)))
+    return findings, {name: float(np.mean([*of_dates.values()])) for name, of_dates in shares.items()}
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ import math
 import multiprocessing
 import struct
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache, cached_property
 from itertools import chain, product
 from typing import Any
@@ -79,16 +79,14 @@ def find_decoding(variable: xr.Variable, conversion: UnitConversion) -> Decoding
                 raise DataError(f"{reason}; correct the attribute")
             fill = integers[0]
         fills.add(fill)
-    scale, offset = _single_number(attrs, "scale_factor", 1), _single_number(attrs, "add_offset", 0)
-    factor = conversion.factor
-    return Decoding(tuple(fills), scale * factor, offset * factor + conversion.offset, unsigned)
-
-
-def _single_number(attrs: Mapping[str, Any], key: str, default: float) -> float:
-    values = np.atleast_1d(attrs.get(key, default))
-    if values.size != 1 or values.dtype.kind not in "iuf" or not np.isfinite(values[0]):
-        raise DataError(f"its {key} is {values.tolist()}, not one finite number; correct the attribute")
-    return float(values[0])
+    packing = {"scale_factor": 1.0, "add_offset": 0.0}
+    for key in packing:
+        values = np.atleast_1d(attrs.get(key, packing[key]))
+        if values.size != 1 or values.dtype.kind not in "iuf" or not np.isfinite(values[0]):
+            raise DataError(f"its {key} is {values.tolist()}, not one finite number; correct the attribute")
+        packing[key] = float(values[0])
+    scale, factor = packing["scale_factor"] * conversion.factor, conversion.factor
+    return Decoding(tuple(fills), scale, packing["add_offset"] * factor + conversion.offset, unsigned)
 
 
 @dataclass(frozen=True, eq=False)
@@ -106,15 +104,6 @@ class Orientation:
         """True if fields are stored as they are returned."""
         places = zip((self.rows, self.columns), self.shape, strict=True)
         return all(np.array_equal(place, np.arange(size)) for place, size in places)
-
-    def apply(self, block: np.ndarray) -> np.ndarray:
-        """Return (..., H, W) of the grid from a block of the shape of the file."""
-        return block if self.is_identity else block.take(self.rows, -2).take(self.columns, -1)
-
-    def crop(self, region: Sequence[float]) -> "Orientation":
-        """Return the orientation of a part of the grid. Raises ConfigError."""
-        grid, rows, columns = self.grid.crop(region)
-        return replace(self, grid=grid, rows=self.rows[rows], columns=self.columns[columns])
 
 
 def find_orientation(latitude: np.ndarray, longitude: np.ndarray) -> Orientation:
@@ -162,27 +151,21 @@ class Field:
     decoding: Decoding
     units: str = ""
     dims: tuple[str, ...] = ()
-    chunks: tuple[int, ...] | None = None  # elements that are decoded together
-    selected: Mapping[int, int] = dataclasses.field(
-        default_factory=dict
-    )  # number of a dropped dimension -> position
-    labels: Mapping[str, np.ndarray] = dataclasses.field(
-        default_factory=dict
-    )  # of axes of forecasts and climatologies
+    # Number of a dropped dimension -> position; labels of axes of forecasts and climatologies.
+    selected: Mapping[int, int] = dataclasses.field(default_factory=dict)
+    labels: Mapping[str, np.ndarray] = dataclasses.field(default_factory=dict)
     versions: tuple[int, ...] = (0,)  # positions on the axis `expver`: the final data first, then preliminary
     is_class: bool = False  # numbers of classes, which have no mean
 
     def chunk(self, role: str) -> int:
         """Return the number of elements of an axis that are decoded together."""
-        return self.chunks[self.roles.index(role)] if self.chunks and role in self.roles else 1
+        encoding = getattr(self.raw, "encoding", {})  # of xarray's variables
+        chunks = self.raw.chunks or encoding.get("chunks") or encoding.get("chunksizes")
+        return chunks[self.roles.index(role)] if chunks and role in self.roles else 1
 
     def size(self, role: str) -> int:
         """Return the size of an axis, 1 if there is none."""
         return self.raw.shape[self.roles.index(role)] if role in self.roles else 1
-
-    def num_selected(self, role: str, slices: Mapping[str, slice]) -> int:
-        """Return the number of elements of an axis in the slices, 1 without the axis."""
-        return len(range(self.size(role))[slices.get(role, slice(None))]) if role in self.roles else 1
 
     def fill(
         self,
@@ -191,9 +174,8 @@ class Field:
         axes: Sequence[str],
         slices: Mapping[str, slice],
     ) -> None:
-        """Fill `out` (*axes, V, H, W) with levels: positions on the level axis, and rows of V.
-
-        Levels are read together with those that are in the same or the next chunk. Raises DataError.
+        """Fill `out` (*axes, V, H, W) with levels, by pairs (position on the level axis, row of V). Levels of
+        the same or the next chunk are read together. Raises DataError.
         """
         pairs = np.array(sorted(rows))
         breaks = np.flatnonzero(np.diff(pairs[:, 0] // self.chunk("level")) > 1) + 1
@@ -215,7 +197,35 @@ class Field:
         )
         stored = self._fetch(key)
         values = self.decoding.decode(stored)
-        values = self._mask_missing_chunks(key, stored, values)
+        # -- NaN in chunks that are not in a Zarr store, which read as the fill value. Only whole shards are
+        # looked for: writers omit chunks of fill values inside one, and of cloud, rain and masks of 0.
+        fill, name = getattr(self.raw, "fill_value", None), next(filter(None, self.names))
+        if fill is not None and fill == fill and name.partition(":")[0] not in OFTEN_ZERO:
+            (low, high), integer = usual_range(name), np.dtype(self.raw.dtype).kind in "iu"
+            is_packed = integer and self.decoding != Decoding(self.decoding.fills)
+            # Zarr 3 omits chunks of a packed number that is the fill value.
+            is_value = is_packed and low <= self.decoding.decode(np.asarray(fill)[None])[0] <= high
+            files = self.raw.shards or self.raw.chunks  # sizes of what a file of the store has
+            spans = [
+                at.indices(size)[:2] if isinstance(at, slice) else (at, at + 1)
+                for at, size in zip(key, self.raw.shape, strict=True)
+            ]
+            dims = [i for i, at in enumerate(key) if isinstance(at, slice)]  # that `stored` has
+            numbers = [range(a // size, -(-b // size)) for (a, b), size in zip(spans, files, strict=True)]
+            for chunk in product(*numbers):
+                # Asking the store costs a request: only where the first value is the fill value.
+                first = [max(chunk[i] * files[i] - spans[i][0], 0) for i in dims]
+                if stored[tuple(first)] != fill:
+                    continue
+                file = f"{self.raw.store_path.path}/{self.raw.metadata.encode_chunk_key(chunk)}".lstrip("/")
+                if sync(self.raw.store_path.store.exists(file)):
+                    continue
+                meaning = "its fill value" if is_value else "missing values"
+                _warn_missing_chunk(self.path, self.array, meaning)
+                if not is_value:
+                    ends = [(chunk[i] + 1) * files[i] - spans[i][0] for i in dims]
+                    values = values.astype(np.float32) if values is stored else values
+                    values[tuple(map(slice, first, ends))] = np.nan
         # -- axes in the order of the project, final data before preliminary
         roles = [role for role in self.roles if role]
         if "cell" in roles:
@@ -229,17 +239,16 @@ class Field:
         # -- a globe's last column again at 360 degrees: a copy, or something is wrong with the file
         if self.orientation.repeated:
             first, again = (merged[..., column].astype(np.float64) for column in self.orientation.repeated)
-            values, dtype = first[np.isfinite(first)], np.dtype(self.raw.dtype)
-            scale, is_float = abs(self.decoding.scale), dtype.kind == "f"
-            packing = 4 * np.finfo(dtype).eps * np.abs(values).max(initial=0) if is_float else 1.01 * scale
-            span = float(np.ptp(values)) if values.size else 0.0
-            # Integers without a scale are exact; GRIB packs 16 bits of the range of a field.
-            bound = max(0.0 if scale == 1 and not is_float else packing, 1e-4 * span)
-            if not np.allclose(first, again, rtol=0, atol=bound, equal_nan=True):
+            values, scale = first[np.isfinite(first)], abs(self.decoding.scale)
+            # Scaled integers may differ by one; GRIB packs 16 bits of the range of a field.
+            is_packed = np.dtype(self.raw.dtype).kind in "iu" and scale != 1
+            bound = max(1.01 * scale * is_packed, 1e-4 * float(np.ptp(values)) if values.size else 0.0)
+            if not np.allclose(first, again, rtol=1e-6, atol=bound, equal_nan=True):
                 most = np.nanmax(np.abs(first - again), initial=0)
                 what = f"its first column and the one 360 degrees further differ (by up to {most:g})"
                 raise DataError(f"{self.path}: {self.array}: {what}; remove the wrong one from the file")
-        return self.orientation.apply(merged)
+        place = self.orientation
+        return merged if place.is_identity else merged.take(place.rows, -2).take(place.columns, -1)
 
     def read_one(self, position: int, row: int = 0) -> np.ndarray:
         """Return (H, W) float32: one level, at one row of the time axis if there is one."""
@@ -256,9 +265,8 @@ class Field:
             rows = slice(0) if axis is None else key[axis]
             if axis is not None and isinstance(rows, slice) and "://" not in self.path:  # a network's may end
                 every = range(self.raw.shape[axis])[rows]
-                for half in (every[: len(every) // 2], every[len(every) // 2 :]):
-                    if 0 < len(half) < len(every):  # raises of the one date that cannot be read
-                        self._fetch((*key[:axis], slice(half.start, half.stop, half.step), *key[axis + 1 :]))
+                for row in every if len(every) > 1 else ():  # raises of the one date that cannot be read
+                    self._fetch((*key[:axis], slice(row, row + 1), *key[axis + 1 :]))
             raise self.unreadable(error, rows) from None
 
     def unreadable(self, error: Exception, rows: int | slice) -> DataError:
@@ -269,44 +277,6 @@ class Field:
         at = f"{self.array} at {date}" if date else self.array
         return DataError(f"{self.path}: {at} cannot be read ({describe_error(error)}); {fix}")
 
-    def _mask_missing_chunks(
-        self, key: tuple[int | slice, ...], stored: np.ndarray, values: np.ndarray
-    ) -> np.ndarray:
-        """Return the values, NaN in chunks that are not in the Zarr store, which read as the fill value.
-
-        Only whole shards count for arrays with shards: writers omit chunks of fill values inside a shard. Not
-        needed if the fill value is NaN, nor for cloud, rain and masks, which may be omitted where they are 0.
-        Where the fill value is a packed number, the values stay: Zarr 3 omits chunks of it.
-        """
-        fill, name = getattr(self.raw, "fill_value", None), next(filter(None, self.names))
-        if fill is None or fill != fill or name.partition(":")[0] in OFTEN_ZERO:
-            return values
-        low, high = usual_range(name)
-        is_packed = np.dtype(self.raw.dtype).kind in "iu" and self.decoding != Decoding(self.decoding.fills)
-        is_value = is_packed and low <= self.decoding.decode(np.asarray(fill)[None])[0] <= high
-        chunks = self.raw.shards or self.raw.chunks  # files of the store
-        # -- the range that was read along each axis, and the files that it lies in
-        spans = [
-            at.indices(size)[:2] if isinstance(at, slice) else (at, at + 1)
-            for at, size in zip(key, self.raw.shape, strict=True)
-        ]
-        dims = [i for i, at in enumerate(key) if isinstance(at, slice)]  # that `stored` has
-        numbers = [range(a // size, -(-b // size)) for (a, b), size in zip(spans, chunks, strict=True)]
-        for chunk in product(*numbers):
-            # Asking the store costs a request: only where the first value is the fill value.
-            first = [max(chunk[i] * chunks[i] - spans[i][0], 0) for i in dims]
-            if stored[tuple(first)] != fill:
-                continue
-            file = f"{self.raw.store_path.path}/{self.raw.metadata.encode_chunk_key(chunk)}".lstrip("/")
-            if sync(self.raw.store_path.store.exists(file)):
-                continue
-            _warn_missing_chunk(self.path, self.array, "its fill value" if is_value else "missing values")
-            if not is_value:
-                ends = [(chunk[i] + 1) * chunks[i] - spans[i][0] for i in dims]
-                values = values.astype(np.float32) if values is stored else values
-                values[tuple(map(slice, first, ends))] = np.nan
-        return values
-
 
 @cache
 def _warn_missing_chunk(path: str, array: str, meaning: str) -> None:
@@ -316,10 +286,7 @@ def _warn_missing_chunk(path: str, array: str, meaning: str) -> None:
 
 
 class NamedFields:
-    """Fields of files, on one grid, read by the names of their `variables`.
-
-    Analyses (datasets/archive.py), forecasts and climatologies differ in their axes only.
-    """
+    """Fields of files on one grid, read by name; analyses, forecasts and climatologies differ in axes."""
 
     def __init__(
         self, path: str, fields: Sequence[Field], unreadable: Mapping[str, str] | None = None
@@ -328,9 +295,8 @@ class NamedFields:
         self.path, self.unreadable, self.fields = path, dict(unreadable or {}), tuple(fields)
         if not fields:
             reasons = "; ".join(f"{name}: {reason}" for name, reason in list(self.unreadable.items())[:3])
-            raise DataError(
-                f"cannot read {path!r}: {reasons or 'no variable in it has latitude and longitude'}"
-            )
+            reasons = reasons or "no variable in it has latitude and longitude"
+            raise DataError(f"cannot read {path!r}: {reasons}")
         self.grid = fields[0].orientation.grid
         if other := next((f for f in fields if not f.orientation.grid.same_as(self.grid)), None):
             files = " and ".join(f"{f.path} {f.orientation.grid.shape}" for f in (fields[0], other))
@@ -354,20 +320,22 @@ class NamedFields:
 
     def units(self, name: str) -> str:
         """Return the units of what is read: ours of a known variable, else those of the data, "" for none."""
-        return self.find(name)[0][0].units or units(name)
+        return next((field.units for field, _ in self.find(name)), "") or units(name)
 
     def read_fields(
         self, variables: Sequence[str], axes: Sequence[str], slices: Mapping[str, slice]
     ) -> np.ndarray:
-        """Return (*axes, V, H, W) float32, NaN where missing: the slices of some axes, all of the others.
-
-        An axis that no field has is of size 1. Raises DataError.
+        """Return (*axes, V, H, W) float32, NaN where missing: the slices of some axes, all of the others. An
+        axis that no field has is of size 1. Raises DataError.
         """
         rows: dict[Field, list[tuple[int, int]]] = {}
         for row, name in enumerate(variables):
             field, position = self.find(name)[0]
             rows.setdefault(field, []).append((position, row))
-        sizes = [max(field.num_selected(axis, slices) for field in rows) for axis in axes]
+        sizes = []
+        for axis in axes:
+            size = max(field.size(axis) for field in rows)
+            sizes.append(max(1, len(range(size)[slices.get(axis, slice(None))])))
         out = np.empty((*sizes, len(variables), *self.grid.shape), np.float32)
         for field, pairs in rows.items():
             field.fill(out, pairs, axes, slices)

@@ -16,10 +16,8 @@ FLOAT32_DEGREES = 2e-5
 
 
 def equal_spacing(coordinate: np.ndarray) -> np.ndarray:
-    """Return the coordinate (N,) in float64, made exactly equidistant if it is so up to float32 rounding.
-
-    On a 0.1 degree grid float32 rounding alone would change a row's weight by 1e-4. Gaussian latitudes are
-    left as they are.
+    """Return the coordinate (N,) float64, made equidistant if it is so up to float32 rounding, which on a 0.1
+    degree grid would change a row's weight by 1e-4; not Gaussian latitudes.
     """
     values = np.asarray(coordinate, np.float64)
     regular = np.linspace(values[0], values[-1], len(values))
@@ -68,8 +66,7 @@ class Grid:
         return max(np.abs(self.latitude - other.latitude).max(), np.abs(turn).max()) <= 1e-3
 
     def crop(self, region: Sequence[float], key: str = "data.region") -> "tuple[Grid, slice, np.ndarray]":
-        """Return the points inside (north, west, south, east), with their rows and columns in this grid.
-
+        """Return the points inside (north, west, south, east), and their rows and columns in this grid.
         Raises ConfigError for fewer than two rows or columns.
         """
         north, west, south, east = region
@@ -91,12 +88,11 @@ class Grid:
 
 def coarser(one: Grid, other: Grid) -> Grid:
     """Return the grid with the larger cells; the grids may cover different parts of the globe."""
-
-    def cell(grid: Grid) -> float:
+    sizes = []
+    for grid in (one, other):
         rows, columns = latitude_bounds(grid.latitude), longitude_bounds(grid.longitude)
-        return float(np.abs(np.diff(rows)).mean() * np.diff(columns).mean())
-
-    return other if cell(other) > cell(one) * (1 + 1e-6) else one
+        sizes.append(float(np.abs(np.diff(rows)).mean() * np.diff(columns).mean()))
+    return other if sizes[1] > sizes[0] * (1 + 1e-6) else one
 
 
 def global_grid(shape: tuple[int, int], poles: bool = False) -> Grid:
@@ -112,25 +108,19 @@ def is_periodic(longitude: np.ndarray) -> bool:
 
 
 def latitude_bounds(latitude: np.ndarray) -> np.ndarray:
-    """Return the bounds of rows (H + 1,) in degrees, in the direction of `latitude`: midpoints and two ends.
-
-    A side with its last row within one spacing of the pole ends at the pole. A row further away belongs to a
-    regional grid, which ends half a cell beyond the row.
+    """Return the bounds of rows (H + 1,) in degrees, in the direction of `latitude`: midpoints and two ends,
+    at the pole if that is within one spacing. A regional grid ends half a cell beyond its last row.
     """
     values = equal_spacing(latitude)
     if len(values) < 2:
         raise ValueError(f"latitude has {len(values)} rows: the bounds of cells need two or more")
     middle = (values[1:] + values[:-1]) / 2
-    first, last = _outer_bound(values[0], values[1]), _outer_bound(values[-1], values[-2])
-    return np.concatenate([[first], middle, [last]])
-
-
-def _outer_bound(edge: float, inner: float) -> float:
-    """Return the end of the cells beyond the row at `edge` with the neighbour `inner`."""
-    spacing = edge - inner
-    pole = np.copysign(90.0, spacing)
-    near_pole = abs(pole - edge) <= abs(spacing) * (1 + 1e-6) + FLOAT32_DEGREES
-    return float(pole if near_pole else edge + spacing / 2)
+    edges, inner = values[[0, -1]], values[[1, -2]]
+    spacing = edges - inner
+    poles = np.copysign(90.0, spacing)
+    is_near_pole = np.abs(poles - edges) <= np.abs(spacing) * (1 + 1e-6) + FLOAT32_DEGREES
+    ends = np.where(is_near_pole, poles, edges + spacing / 2)
+    return np.concatenate([ends[:1], middle, ends[1:]])
 
 
 def area_weights(latitude: np.ndarray) -> np.ndarray:
@@ -144,10 +134,7 @@ def area_weights(latitude: np.ndarray) -> np.ndarray:
 
 
 def sum_moments(fields: np.ndarray, reference: np.ndarray | float, area: np.ndarray) -> np.ndarray:
-    """Return weight, first and second moment (n, 3) of fields - reference (n, H, W), each over its values.
-
-    area: weights of the rows (H,).
-    """
+    """Return weight, first and second moment (n, 3) of fields - reference (n, H, W); area: of rows (H,)."""
     anomaly = np.subtract(fields, reference, dtype=np.float64)
     valid = np.isfinite(anomaly)
     anomaly[~valid] = 0
@@ -157,9 +144,8 @@ def sum_moments(fields: np.ndarray, reference: np.ndarray | float, area: np.ndar
 
 
 def longitude_bounds(longitude: np.ndarray) -> np.ndarray:
-    """Return the columns' bounds (W + 1,) in degrees for ascending `longitude` (W,): midpoints and two ends.
-
-    If the columns go round the globe the last bound is the first + 360.
+    """Return the bounds of ascending columns (W + 1,) in degrees: midpoints and two ends, 360 apart where the
+    columns go round the globe.
     """
     values = equal_spacing(longitude)
     middle = (values[1:] + values[:-1]) / 2

@@ -1,6 +1,6 @@
 """Conversion between physical and normalised fields.
 
-Shapes: B batch, h states of a window (datasets/field_dataset.py), V variables, H latitudes, W longitudes.
+Shapes: B batch, h states of a window (datasets/loader.py), V variables, H latitudes, W longitudes.
 """
 
 import torch
@@ -92,10 +92,9 @@ class Normalizer(nn.Module):
     # -- steps
 
     def with_known(self, window: Tensor, known: Tensor | None) -> Tensor:
-        """Return a normalised window (B, h V, H, W) followed by the inputs of the next state.
-
-        These are predicted variables on the boundary (0 inside and where a value is missing) and forcing
-        variables. known: as for `advance`; None: the boundary is 0, forcing variables do not change.
+        """Return a normalised window (B, h V, H, W) followed by the inputs of the next state: predicted
+        variables on the boundary (0 inside and where a value is missing) and forcing variables. known: as for
+        `advance`; None: the boundary is 0, forcing variables do not change.
         """
         inputs = [window]
         if self.boundary is not None:
@@ -152,9 +151,8 @@ class Normalizer(nn.Module):
     # -- gradients of rollouts
 
     def drop_boundary(self, gradient: Tensor, known: Tensor) -> Tensor:
-        """Return the gradient with respect to a window (B, h V, H, W) without its newest state's boundary.
-
-        `advance` took the boundary from `known` (B, V, H, W), so it depends on no earlier step.
+        """Return the gradient of a window (B, h V, H, W) without its newest state's boundary, which `advance`
+        took from `known` (B, V, H, W), so that it depends on no earlier step.
         """
         if self.boundary is None:
             return gradient
@@ -162,10 +160,7 @@ class Normalizer(nn.Module):
         return torch.cat([newest, gradient[:, len(self.mean) :]], dim=1)
 
     def add_taken_over(self, gradient: Tensor, later: Tensor) -> None:
-        """Add the gradient of the states that `advance` copies to the next window, in place.
-
-        later: the gradient with respect to that next window (B, h V, H, W).
-        """
+        """Add the gradient of the states that `advance` copies to the next window, `later`, in place."""
         num = len(self.mean)
         if self.predict == "change":
             gradient[:, :num] += later[:, :num]

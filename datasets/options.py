@@ -22,10 +22,8 @@ Region = Sequence[float]  # north, west, south, east in degrees; empty: all
 
 
 def parse_period(key: str, period: Sequence[str]) -> tuple[datetime, datetime] | None:
-    """Return the first and last time of ["2001-01-01", "2007-12-31"], or None without a period.
-
-    Dates with an offset are converted to UTC; the result has no offset, as in numpy. A last date without an
-    hour includes that day. Raises ConfigError naming `key`.
+    """Return the first and last time of ["2001-01-01", "2007-12-31"], without offset in UTC, None without
+    a period. A last date without an hour includes that day. Raises ConfigError naming `key`.
     """
     if not period:
         return None
@@ -40,16 +38,11 @@ def parse_period(key: str, period: Sequence[str]) -> tuple[datetime, datetime] |
             refuse(key, text, "not a date; write 2001-12-31 or 2001-12-31T18:00")
     # -- both are included; "2007-12-31" includes its last second
     first, last = dates
-    if is_whole_day(period[1]):
+    if len(period[1]) <= len("2001-01-01"):
         last += timedelta(days=1, seconds=-1)
     if last < first:
         refuse(key, list(period), "the last date is before the first; exchange them")
     return first, last
-
-
-def is_whole_day(text: str) -> bool:
-    """Return True for a date that is written without an hour."""
-    return len(text) <= len("2001-01-01")
 
 
 def parse_selection(texts: Sequence[str]) -> dict[str, str]:
@@ -87,10 +80,7 @@ def check_region(key: str, region: Sequence[float]) -> None:
 
 
 def parse_storage_options(texts: Sequence[str]) -> dict[str, Any]:
-    """Return {"anon": True} for ["anon=true"]; values are TOML if possible, secrets always text.
-
-    Raises ConfigError, which never contains a secret.
-    """
+    """Return {"anon": True} for ["anon=true"]; secrets are text. Raises ConfigError, which contains none."""
     options: dict[str, Any] = {}
     for text in texts:
         name, equals, value = (part.strip() for part in text.partition("="))

@@ -61,10 +61,8 @@ class Regridder:
 
 
 def conservative_weights(source: Grid, target: Grid) -> tuple[np.ndarray, np.ndarray]:
-    """Return the overlaps of cells: rows (H_t, H_s) in sin(latitude), columns (W_t, W_s) in degrees.
-
-    Target cell (i, j) and source cell (k, l) overlap by rows[i, k] * columns[j, l], times a constant.
-    Longitudes overlap modulo 360.
+    """Return the overlaps of cells: rows (H_t, H_s) in sin(latitude), columns (W_t, W_s) in degrees, modulo
+    360. Target cell (i, j) and source cell (k, l) overlap by rows[i, k] * columns[j, l], times a constant.
     """
     bounds = [np.sin(np.deg2rad(latitude_bounds(grid.latitude)))[::-1] for grid in (target, source)]
     rows = _overlap(*bounds)[::-1, ::-1]  # ascending for the overlap, then back to north first

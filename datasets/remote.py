@@ -5,7 +5,7 @@ obstore repeats failed requests (time-outs, broken connections, 429 and 5xx) for
 
 import asyncio
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
@@ -46,6 +46,12 @@ class Access:
     storage_options: tuple[str, ...] = field(default=(), repr=False)  # may contain secrets
     protocol: str = ""
 
+    @classmethod
+    def of(cls, storage_options: Sequence[str], path: str) -> "Access":
+        """Return the options of a data.path, and of others of its protocol. Raises ConfigError."""
+        parse_storage_options(storage_options)
+        return cls(tuple(storage_options), protocol_of(path))
+
     def options_for(self, url: str) -> dict[str, Any]:
         """Return the options for a URL, none for another protocol: they may be secrets of another store."""
         options = parse_storage_options(self.storage_options)
@@ -77,11 +83,10 @@ def open_store(url: str, access: Access = NO_OPTIONS) -> Any:
         config, client = _obstore_options(protocol, options)
         given: Any = {"config": config} if protocol not in ("http", "https") else {}
         store = from_url(url, client_options=client, retry_config=RETRIES, **given)  # type: ignore[reportCallIssue, reportArgumentType]
-    except ImportError as error:
-        fix = "install it (pip install -r requirements.txt, or the package that fsspec names)"
-        raise DataError(f"cannot read {url!r}: {describe_error(error)}; {fix}") from None
     except Exception as error:  # every library raises its own
-        raise DataError(f"cannot read {url!r}: {describe_error(error)}") from None
+        fix = "; install it (pip install -r requirements.txt, or the package that fsspec names)"
+        fix = fix if isinstance(error, ImportError) else ""
+        raise DataError(f"cannot read {url!r}: {describe_error(error)}{fix}") from None
     return _PatientStore(store, read_only=True)
 
 

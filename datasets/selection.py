@@ -1,10 +1,12 @@
 """The variables, dates and constant fields of an archive that a run uses.
 
 Opening a selection also checks the [data] section against the data. Shapes: H latitudes, W
-longitudes, T dates, h states of a window (datasets/field_dataset.py).
+longitudes, T dates, h states of a window (datasets/loader.py).
 """
 
 import logging
+import os
+import shutil
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -13,17 +15,32 @@ from typing import NoReturn
 import numpy as np
 
 from config import RANDOM, SIMULATED, Data
-from datasets.archive import Archive, TrainingStore, find_store, read_static_field
+from datasets.archive import (
+    Archive,
+    TrainingStore,
+    evenly_spaced,
+    find_gaps,
+    find_store,
+    is_inside,
+    read_static_field,
+    usual_hours,
+)
 from datasets.channels import Channels
-from datasets.conditions import check_forcings
-from datasets.convert import Request, access_of, check_first_start, convert_for, open_source, store_of
-from datasets.dates import evenly_spaced, find_gaps, is_inside, usual_hours
-from datasets.field_dataset import window_steps
-from datasets.options import is_whole_day, parse_period, parse_selection
-from datasets.plausibility import check_static, refuse_fills
-from datasets.remote import is_url
+from datasets.conditions import FORCINGS
+from datasets.convert import (
+    SINGLE_PROCESS,
+    Conversion,
+    Request,
+    check_first_start,
+    lock,
+    open_source,
+    store_of,
+)
+from datasets.options import parse_period, parse_selection
+from datasets.remote import Access, is_url
 from datasets.source import is_zarr
-from errors import ConfigError, refuse
+from datasets.statistics import check_static, refuse_fills
+from errors import ConfigError, nearest, print_message, refuse, without_secrets
 
 logger = logging.getLogger(__name__)
 
@@ -41,13 +58,11 @@ class Selection:
     history: int = 1  # states of a window
 
     def samples(self, period: str, later: Sequence[int]) -> np.ndarray:
-        """Return (n, h + R) indices of a window and the dates t + later x step, for every t that has them.
-
-        All dates of a sample are in the period, so that periods do not overlap, and have all variables.
-        Raises ConfigError if there are no samples.
+        """Return (n, h + R) indices of a window and the dates t + later x step, for every t that has them:
+        all in the period, so that periods do not overlap, with all variables. Raises ConfigError without any.
         """
         dates = getattr(self, period)
-        rows = self.around(dates, [*window_steps(self.history), *later], self.available(dates))
+        rows = self.around(dates, [*range(0, -self.history, -1), *later], self.available(dates))
         is_complete = (rows >= 0).all(axis=1)
         if not is_complete.any():
             self._refuse(period, later[-1], self.history, "training.rollout_steps, or set data.step_hours")
@@ -62,7 +77,7 @@ class Selection:
         therefore do not depend on the other leads. Raises ConfigError for a lead that no date has.
         """
         dates = getattr(self, period)
-        rows = self.around(dates, [*window_steps(history), *leads], self.available(dates))
+        rows = self.around(dates, [*range(0, -history, -1), *leads], self.available(dates))
         rows = rows[(rows[:, :history] >= 0).all(axis=1)]
         for lead, later in zip(leads, rows[:, history:].T, strict=True):
             if not (later >= 0).any():
@@ -115,14 +130,12 @@ def open_selection(
     lead_hours: Sequence[int],
     rollout_steps: int = 1,
     elsewhere: Collection[str] = (),
-    archive: Archive | None = None,
 ) -> Selection:
     """Open `data.path` and check the configuration against it. Raises ConfigError or DataError.
 
-    elsewhere: dimensions of other sources, which `data.select` may name too; archive: of data.path, if it is
-    open.
+    elsewhere: dimensions of other sources, which `data.select` may name, too.
     """
-    opened = open_without_periods(data, patch_size, elsewhere, archive)
+    opened = open_without_periods(data, patch_size, elsewhere)
     times, span = opened.archive.times, _span(opened.archive)
     periods = {name: getattr(data, f"{name}_period") for name in ("train", "validation", "test")}
     train, validation, test = (
@@ -169,12 +182,29 @@ def convert_selection(
     selection: Selection,
 ) -> Selection:
     """Return the selection of the training store, which is written if it lacks something of the source.
-
     selection: of `open_for_training`. Raises ConfigError, DataError or RunFailed.
     """
     if is_trained_directly(data) or isinstance(selection.archive, TrainingStore):
         return selection
-    convert_for(data, selection.archive)
+    request, target = Request.of(data), store_of(data)
+    conversion = Conversion(request, target, selection.archive)
+    attributes, states, dates = request.check_store(target, conversion.names), {}, len(conversion.times)
+    is_new = not attributes.get("complete")
+    if is_new:
+        check_first_start(data, conversion.num_bytes)
+    else:
+        states = conversion.states()
+    # -- nothing to write if the store is complete and the source is as it was
+    if not states or attributes["states"] != states or attributes["dates"] != dates:
+        with lock(target, request):
+            if is_new:
+                size, free = conversion.num_bytes / 2**30, shutil.disk_usage(target.parent).free / 2**30
+                print_message(
+                    f"data.path = {without_secrets(data.path)}: converting {dates} dates of "
+                    f"{len(conversion.names)} variables, at most {size:.2f} GiB, to {target} "
+                    f"({free:.1f} GiB free), once"
+                )
+            conversion.run(1 if conversion.num_bytes < SINGLE_PROCESS else os.cpu_count() or 1)
     return open_selection(stored(data), patch_size, lead_hours, rollout_steps)
 
 
@@ -199,15 +229,14 @@ def stored(data: Data) -> Data:
 
 
 def open_without_periods(
-    data: Data, patch_size: tuple[int, int], elsewhere: Collection[str] = (), archive: Archive | None = None
+    data: Data, patch_size: tuple[int, int], elsewhere: Collection[str] = ()
 ) -> Selection:
-    """Open `data.path` without checking its periods: a forecast may start from analyses of other years.
-
-    Raises ConfigError or DataError.
-    """
-    check_forcings(data.forcings)
+    """Open `data.path` without checking its periods, as for a forecast. Raises ConfigError or DataError."""
+    for name in data.forcings:
+        if name not in FORCINGS:
+            refuse("data.forcings", name, f"unknown; {nearest(name, FORCINGS)}")
     variables = Channels.of(data).variables
-    archive = archive or open_source(data, elsewhere)
+    archive = open_source(data, elsewhere)
     archive.check(variables)
     # A missing variable or level is reported here.
     refuse_fills(archive.read(0, variables), variables, archive.times[0], archive.path)
@@ -216,7 +245,8 @@ def open_without_periods(
         refuse("data.grid_shape", list(data.grid_shape), f"the data have {list(shape)}; set that or [0, 0]")
     if patch_size[0] > shape[0] or patch_size[1] > shape[1]:
         refuse("model.patch_size", list(patch_size), f"larger than the grid {list(shape)}")
-    static, labels, access = {}, parse_selection(data.select), access_of(data)
+    static, labels = {}, parse_selection(data.select)
+    access = Access.of(data.storage_options, data.path)
     for name in data.static_variables:
         if data.static_path:
             static[name] = read_static_field(data.static_path, name, archive.grid, labels, access)
@@ -235,10 +265,9 @@ def check_outside_source(key: str, folder: str, path: str) -> None:
 
 
 def initial_dates(selection: Selection, period: tuple[str, ...], interval_hours: int) -> np.ndarray:
-    """Return indices of the windows (n, h) in a period that forecasts start from, `interval_hours` apart.
-
-    With interval 0 these are all dates with all variables and a whole window. Otherwise every date must have
-    them, up to the end of the data on the last day. Raises ConfigError.
+    """Return indices of the windows (n, h) in a period that forecasts start from, `interval_hours` apart:
+    with 0 all dates with all variables and a whole window. Otherwise every date must have them, up to the end
+    of the data on the last day. Raises ConfigError.
     """
     archive, key = selection.archive, "forecast.period"
     if not period:
@@ -247,7 +276,7 @@ def initial_dates(selection: Selection, period: tuple[str, ...], interval_hours:
     dates = available[is_inside(archive.times[available], key, period)]
     if interval_hours:
         first, last = (np.datetime64(end, "s") for end in parse_period(key, period) or ())
-        if is_whole_day(period[1]):
+        if len(period[1]) <= len("2001-01-01"):  # a whole day, of which the data may lack the end
             last = min(last, max(archive.times[-1], last.astype("datetime64[D]")))
         times = np.arange(first, last + np.timedelta64(1, "s"), np.timedelta64(interval_hours, "h"))
         if len(absent := np.setdiff1d(times, archive.times[available])):
@@ -257,7 +286,7 @@ def initial_dates(selection: Selection, period: tuple[str, ...], interval_hours:
     if not len(dates):
         refuse(key, list(period), f"it has no date {_span(archive)}")
     # -- dates without the states before them: an error where the interval asks for them
-    windows = selection.around(dates, window_steps(selection.history), available)
+    windows = selection.around(dates, range(0, -selection.history, -1), available)
     cut = (windows < 0).any(axis=1)
     lacking = f"the data lack some of the data.history = {selection.history} states that end there"
     if cut.all() or (interval_hours and cut.any()):

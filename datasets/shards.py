@@ -1,5 +1,4 @@
-"""Files of training stores: a chunk for each date, in shards, blosc and CRC-32C (the sharding codec of Zarr
-3); and codecs of blosc that refuse a truncated chunk.
+"""Files of training stores: a chunk for each date, in shards of Zarr 3, with blosc and CRC-32C.
 
 A field is one read of its file and one call of its codec, which releases Python's lock, into the memory of
 the batch. zarr-python reads and writes the same files, but needs half a millisecond and copies for each
@@ -20,10 +19,7 @@ import numcodecs
 import numpy as np
 import zarr
 from crc32c import crc32c
-from numcodecs import (
-    Blosc,
-    blosc,  # type: ignore[reportAttributeAccessIssue]  # compiled
-)
+from numcodecs import Blosc, blosc  # type: ignore[reportAttributeAccessIssue]  # compiled
 from numcodecs.compat import ensure_contiguous_ndarray
 from zarr.codecs import BloscCodec, BytesCodec, Crc32cCodec, ShardingCodec
 from zarr.registry import register_codec
@@ -41,10 +37,8 @@ _THREAD = threading.local()  # memory for one chunk, which a thread reuses
 
 
 def write_shard(path: Path, fields: np.ndarray, num_chunks: int) -> None:
-    """Write fields (n, H, W), at most `num_chunks`, as a shard; none for a field without values. Raises
-    OSError.
-
-    Source: the sharding codec of the specification of Zarr 3, with its index at the end.
+    """Write fields (n, H, W), at most `num_chunks`, as a shard of Zarr 3's sharding codec, with its index at
+    the end; none for a field without values. Raises OSError.
     """
     index, offset = np.full((num_chunks, 2), ABSENT, "<u8"), 0
     with replacing(path) as partial, partial.open("wb") as file:
@@ -60,10 +54,7 @@ def write_shard(path: Path, fields: np.ndarray, num_chunks: int) -> None:
 
 @lru_cache(MAX_OPEN_FILES)
 def _open(path: str) -> FileIO:
-    """Return a file that stays open for its next chunk: opening it each time lowers the rate by a quarter.
-
-    It is closed with the last reference to it.
-    """
+    """Return a file that stays open for its next chunk: opening it each time lowers the rate by a quarter."""
     return FileIO(path)
 
 
@@ -88,17 +79,15 @@ class ShardReader:
         sharding = array.metadata.codecs[0]
         codecs = list(sharding.codecs) if isinstance(sharding, ShardingCodec) else []
         is_layout = array.chunks == (1, *array.shape[1:]) == (1, *array.shards[1:]) and array.ndim == 3
-        is_packed = codecs[::2] == [BytesCodec(endian="little"), Crc32cCodec()] and isinstance(
-            codecs[1], BloscCodec
-        )
+        is_packed = codecs[::2] == [BytesCodec(endian="little"), Crc32cCodec()]
+        is_packed = is_packed and isinstance(codecs[1], BloscCodec)
         is_plain = array.dtype == np.float16 or (field.decoding.scale, field.decoding.offset) == (1, 0)
         is_normal = bool(np.isnan(array.fill_value)) and not field.decoding.fills and is_plain
         return is_layout and is_packed and is_normal and field.orientation.is_identity
 
     def fill(self, row: int, out: np.ndarray) -> None:
-        """Fill `out` (H, W) with the field at a row of the time axis; NaN if the store has no chunk for it.
-
-        float32 gets physical values, float16 the stored numbers. Raises DataError naming file and date.
+        """Fill `out` (H, W) with the field at a row, NaN without a chunk of it: float32 with physical values,
+        float16 with stored numbers. Raises DataError naming file and date.
         """
         shard, position = divmod(row, self.dates_per_shard)
         direct = out.dtype == self.dtype and out.flags.c_contiguous
@@ -134,9 +123,8 @@ def _read(file: FileIO, offset: int, length: int) -> memoryview:
     """Return bytes in memory that this thread reuses for its next read. Raises EOFError."""
     memory = getattr(_THREAD, "memory", None)
     if memory is None or len(memory) < length:
-        memory = _THREAD.memory = memoryview(
-            bytearray(min(length, os.fstat(file.fileno()).st_size) + length // 4)
-        )
+        size = min(length, os.fstat(file.fileno()).st_size) + length // 4
+        memory = _THREAD.memory = memoryview(bytearray(size))
     done = 0
     while done < length and (count := os.preadv(file.fileno(), [memory[done:length]], offset + done)):
         done += count

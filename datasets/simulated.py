@@ -8,7 +8,6 @@ instead of temperatures. Shapes: spectra (C, N, F, M) and grids (W, H, F, M) of 
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cache
 from zlib import crc32
 
 import numpy as np
@@ -63,15 +62,6 @@ LATITUDE = -90 + 180 / NUM_LAT * (np.arange(NUM_LAT) + 0.5)  # degrees, of the r
 LONGITUDE, RADIANS_EAST = (circle / NUM_LON * np.arange(NUM_LON) for circle in (360, 2 * np.pi))
 ROTATION, GRAVITY, RADIUS = 7.292e-5, 9.80665, 6.371e6  # s-1, m s-2, m
 LEVELS = (300, 850)  # hPa: names of the upper and the lower layer in the record
-_WATER = "lwe_thickness_of_atmosphere_mass_content_of_water_vapor"
-ATTRIBUTES = {  # long_name, standard_name and units of WeatherBench2
-    "geopotential": ("Geopotential", "geopotential", "m**2 s**-2"),
-    "u_component_of_wind": ("U component of wind", "eastward_wind", "m s**-1"),
-    "v_component_of_wind": ("V component of wind", "northward_wind", "m s**-1"),
-    "total_column_water_vapour": ("Total column vertically-integrated water vapour", _WATER, "kg m**-2"),
-    "geopotential_at_surface": ("Geopotential", "geopotential", "m**2 s**-2"),
-    "land_sea_mask": ("Land-sea mask", "land_binary_mask", "(0 - 1)"),
-}
 
 
 class SphericalHarmonics:
@@ -230,9 +220,8 @@ class TwoLayerModel:
 
 @torch.inference_mode()
 def simulate(num_years: int, num_days: int, seed: int, parameters: Parameters) -> xr.Dataset:
-    """Return six-hourly weather of `num_days` days from 1 January of `num_years` years on the 64x32 grid.
-
-    Years are independent. The result is bit-exact on one machine. Raises ValueError if the flow blows up.
+    """Return six-hourly weather of `num_days` days from 1 January of independent years, on the 64x32 grid,
+    bit-exact on one machine. Raises ValueError if the flow blows up.
     """
     model = TwoLayerModel(parameters, torch.float32)
     interval, threads = round(6 * 3600 / parameters.step), torch.get_num_threads()
@@ -265,10 +254,13 @@ def simulate(num_years: int, num_days: int, seed: int, parameters: Parameters) -
     hours = np.arange(4 * num_days) * np.timedelta64(6, "h")
     times = np.concatenate([np.datetime64(f"{FIRST_YEAR + year}", "ns") + hours for year in range(num_years)])
     dataset = xr.Dataset(coords=dict(zip(dims, (times, list(LEVELS), LATITUDE, LONGITUDE), strict=True)))
-    arrays = [record[:, 0:2], record[:, 2:4], record[:, 4:6], record[:, 6], *static]
-    for (name, texts), array in zip(ATTRIBUTES.items(), arrays, strict=True):
-        array.attrs = dict(zip(("long_name", "standard_name", "units"), texts, strict=True))
-        dataset[name] = array
+    upper = ("geopotential", "u_component_of_wind", "v_component_of_wind")
+    for number, name in enumerate(upper):
+        dataset[name] = record[:, 2 * number : 2 * number + 2]
+    dataset["total_column_water_vapour"] = record[:, 6]
+    dataset["geopotential_at_surface"], dataset["land_sea_mask"] = static
+    for name in dataset.data_vars:
+        dataset[name].attrs["units"] = units(str(name))
     return dataset
 
 
@@ -303,17 +295,14 @@ class RandomFields(TrainingStore):
         self.change_step = np.timedelta64(3600 * data.step_hours, "s")
         self.times = np.arange(first, max(ends) + np.timedelta64(1, "s"), self.change_step)
         self.shifts = {name: self.scale(name)[0] for name in self.variables}
-        self._noise = cache(self._draw_noise)
+        self._noise = dict[str, np.ndarray]()
 
     def find(self, name: str) -> list:
-        """Return no place: nothing is in a file."""
+        """Return no place: nothing is in a file, and there is nothing to check."""
         return []
 
-    def units(self, name: str) -> str:
-        return units(name)
-
     def check(self, variables, every_date: bool = False) -> None:
-        """There is nothing to check."""
+        pass
 
     def has(self, variables) -> np.ndarray:
         return np.ones(len(self.times), bool)
@@ -325,27 +314,26 @@ class RandomFields(TrainingStore):
             return 0.0, 1.0
         return (low + high) / 2, (high - low) / NOISE_DEVIATIONS
 
-    def _draw_noise(self, name: str) -> np.ndarray:
-        rng, (mean, std) = np.random.default_rng(crc32(name.encode())), self.scale(name)
-        noise = rng.standard_normal(self.grid.shape, np.float32).clip(
-            -NOISE_DEVIATIONS / 2, NOISE_DEVIATIONS / 2
-        )
-        return np.float32(mean) + np.float32(std) * noise
+    def noise(self, name: str) -> np.ndarray:
+        """Return the noise (H, W) float32 of a variable, which is drawn once."""
+        if name not in self._noise:
+            (mean, std), limit = self.scale(name), NOISE_DEVIATIONS / 2
+            noise = np.random.default_rng(crc32(name.encode())).standard_normal(self.grid.shape, np.float32)
+            noise = noise.clip(-limit, limit)
+            self._noise[name] = np.float32(mean) + np.float32(std) * noise
+        return self._noise[name]
 
     def fill(self, date: int, variables, out: np.ndarray) -> None:
         """Fill `out` (V, H, W) float32 with the fields at times[date]."""
         for name, field in zip(variables, out, strict=True):
             text = f"{name} {self.times[date]}"
             turn = 1 + crc32(text.encode()) % (self.grid.shape[1] - 1)
-            noise = self._noise(name)
+            noise = self.noise(name)
             field[:, :turn], field[:, turn:] = noise[:, -turn:], noise[:, :-turn]
-
-    def float16_packing(self, variables) -> None:
-        """Return None: the fields are float32."""
 
     def read_static(self, name: str) -> np.ndarray:
         """Return a constant field (H, W) float32; 0 and 1 for the land-sea mask."""
-        noise = self._noise(name)
+        noise = self.noise(name)
         return (noise > noise.mean()).astype(np.float32) if name == "land_sea_mask" else noise
 
     def rows(self, variables) -> np.ndarray:

@@ -11,6 +11,7 @@ import re
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -45,6 +46,7 @@ ROLES = {
     "longitude": ("longitude", "lon", "nav_lon"),
     "expver": ("expver",),
 }
+ROLE_OF_NAME = {name: role for role, names in ROLES.items() for name in names}
 FORECAST_ROLES = {
     "lead": ("prediction_timedelta", "lead_time", "forecast_period", "step"),
     "number": ("number", "realization", "member", "ensemble"),
@@ -61,8 +63,8 @@ DEGREES = {
 HECTOPASCALS = {"": 1.0, "hPa": 1.0, "Pa": 0.01, "kPa": 10.0, "bar": 1000.0}
 NO_PRESSURES = re.compile("hybrid|sigma|model.?level|height|depth|altitude")
 HEIGHT = "heightaboveground"  # GRIB's axis of heights in m, which become a part of the name
-GREGORIAN = np.datetime64("1582-10-15")  # the first day of that calendar; "standard" is Julian before it
-EARLIEST_YEAR = 1678  # from which on pandas counts nanoseconds
+GREGORIAN = (1582, 10, 15)  # the first day of that calendar; "standard" is Julian before it
+EARLIEST, LATEST = np.datetime64("1678-01-01"), np.datetime64("2262-01-01")  # dates of analyses
 # The channels of the NERSC tutorial's `fields`, in FourCastNet's order (Pathak et al. 2022).
 FOURCASTNET = (
     "u10 v10 t2m sp msl t850 u1000 v1000 z1000 u850 v850 z850 u500 v500 z500 t500 z50 r500 r850 tcwv"
@@ -93,20 +95,6 @@ def is_zarr(path: str) -> bool:
     return any(os.path.exists(os.path.join(path, name)) for name in (".zgroup", ".zmetadata", "zarr.json"))
 
 
-def file_states(path: str, array: str) -> list[bytes]:
-    """Return name, size and modification time of each file of an array; none for a URL."""
-    if is_url(path):
-        return []
-    names, root = [path], os.path.join(path, array)
-    if os.path.isdir(path):
-        names = [os.path.join(folder, name) for folder, _, inside in os.walk(root) for name in inside]
-    lines = []
-    for name in sorted(names):
-        status, inside = os.stat(name), os.path.relpath(name, os.path.dirname(path))
-        lines.append(f"{inside} {status.st_size} {status.st_mtime_ns}\n".encode("utf-8", "surrogateescape"))
-    return lines
-
-
 @atexit.register
 def _close_files() -> None:
     """Close NetCDF 4 files: h5netcdf 1.8 does so in __del__, with a TypeError when h5py is gone already."""
@@ -120,18 +108,17 @@ def _close_files() -> None:
 
 @dataclass(frozen=True)
 class OpenFile:
-    """Arrays and attributes of one file, without decoding."""
+    """Arrays and attributes of one file, as xarray opens it with decode_cf=False."""
 
     path: str
-    arrays: Mapping[str, xr.Variable]
+    arrays: Mapping[Any, xr.Variable]
     attrs: Mapping[str, Any]
-    raw: Mapping[str, Any]  # what is read slice by slice: zarr's arrays, otherwise xarray's variables
+    group: Any = None  # of Zarr, whose arrays are read slice by slice; otherwise xarray's variables are
 
-    @classmethod
-    def of_dataset(cls, path: str, dataset: xr.Dataset) -> "OpenFile":
-        """Return the arrays of a dataset that xarray has opened with decode_cf=False."""
-        arrays = {str(name): variable for name, variable in dataset.variables.items()}
-        return cls(path, arrays, dataset.attrs, arrays)
+    @cached_property
+    def sizes(self) -> dict[str, int]:
+        """Sizes of the dimensions."""
+        return {str(dim): size for array in self.arrays.values() for dim, size in array.sizes.items()}
 
     def fetch(self, name: str) -> np.ndarray:
         """Return all values of a coordinate, unpacked (CF 8.1)."""
@@ -140,11 +127,6 @@ class OpenFile:
     def attribute(self, name: str, key: str) -> str:
         """Return an attribute of an array as text, "" without the array or the attribute."""
         return str(self.arrays[name].attrs.get(key, "")) if name in self.arrays else ""
-
-    def chunks(self, name: str) -> tuple[int, ...] | None:
-        """Return the shape that is decoded together, if the array has chunks."""
-        encoding = self.arrays[name].encoding
-        return encoding.get("chunks") or encoding.get("chunksizes")
 
     def role(self, name: str, roles: Mapping[str, str]) -> str:
         """Return the role of a coordinate by its name, its standard_name or its units; "" for none."""
@@ -156,54 +138,45 @@ class OpenFile:
 def open_files(path: str, access: Access = NO_OPTIONS) -> list[OpenFile]:
     """Open one file by xarray; GRIB gives one result for each kind of level. Raises what libraries raise."""
     if is_url(path) or is_zarr(path):
-        return [_open_zarr(path, access)]
+        register_codecs()
+        store = open_store(path, access) if is_url(path) else path
+        with warnings.catch_warnings(action="ignore"):  # that its metadata are not consolidated
+            backend: Any = xr.backends.ZarrStore.open_group(store, mode="r")  # type: ignore[arg-type]
+            dataset = xr.open_dataset(backend, decode_cf=False, chunks=None, cache=False)
+        group: Any = backend.zarr_group
+        if not group.attrs.get("complete", True) and TRAINING_STORE in group.attrs:
+            raise DataError("its conversion has not ended: run the same `python -m datasets.convert` again")
+        # Sorted, because zarr lists arrays in the order in which metadata arrive, which varies by rank.
+        arrays = {name: dataset.variables[name] for name in sorted(map(str, dataset.variables))}
+        for variable in arrays.values():
+            # Zarr 2's fill value means "missing", as in xarray, except 0 for values that are not packed: many
+            # writers set 0 by default, and every sea cell of a land mask would be NaN.
+            packed = {"scale_factor", "add_offset"} & variable.attrs.keys()
+            zero = variable.attrs.get("_FillValue") == 0
+            if group.metadata.zarr_format == 2 and zero and not packed:
+                del variable.attrs["_FillValue"]
+        return [OpenFile(path, arrays, dict(group.attrs), group)]
+
+    # -- NetCDF and HDF5, by the first bytes
     if not os.path.isfile(path):  # a pipe or a device, which may never end
         raise DataError(f"cannot read {path!r}: it is no regular file")
     with open(path, "rb") as file:
         start = file.read(8)
-    if start[:4] == b"GRIB":
-        return _open_grib(path)
-    if start[:4] == b"CDF\x05":
-        fix = "write it as NetCDF 4, as with `nccopy -k nc4 FILE NEW`"
-        raise DataError(f"cannot read {path!r}: it is NetCDF 3 in 64-bit data format (CDF-5); {fix}")
-    engines = {b"\x89HDF": "h5netcdf", b"CDF\x01": "scipy", b"CDF\x02": "scipy"}
-    if start[:4] not in engines:
-        kinds = f"it is neither Zarr, NetCDF, HDF5 nor GRIB (it begins with {start!r})"
-        raise DataError(f"cannot read {path!r}: {kinds if start else 'it is empty'}")
-    engine = engines[start[:4]]
-    options: Any = {"phony_dims": "access"} if engine == "h5netcdf" else {}
-    dataset = xr.open_dataset(path, engine=engine, decode_cf=False, chunks=None, cache=False, **options)
-    return [OpenFile.of_dataset(path, dataset)]
+    engine = {b"\x89HDF": "h5netcdf", b"CDF\x01": "scipy", b"CDF\x02": "scipy"}.get(start[:4])
+    if engine:
+        options: Any = {"phony_dims": "access"} if engine == "h5netcdf" else {}
+        dataset = xr.open_dataset(path, engine=engine, decode_cf=False, chunks=None, cache=False, **options)
+        return [OpenFile(path, dataset.variables, dataset.attrs)]
+    if start[:4] != b"GRIB":
+        kinds = f"neither Zarr, NetCDF, HDF5 nor GRIB (it begins with {start!r})"
+        raise DataError(f"cannot read {path!r}: it is {kinds if start else 'empty'}")
 
-
-def _open_zarr(path: str, access: Access) -> OpenFile:
-    register_codecs()
-    store = open_store(path, access) if is_url(path) else path
-    with warnings.catch_warnings(action="ignore"):  # that its metadata are not consolidated
-        backend: Any = xr.backends.ZarrStore.open_group(store, mode="r")  # type: ignore[arg-type]
-        dataset = xr.open_dataset(backend, decode_cf=False, chunks=None, cache=False)
-    group: Any = backend.zarr_group
-    if not group.attrs.get("complete", True) and TRAINING_STORE in group.attrs:
-        raise DataError("its conversion has not ended: run the same `python -m datasets.convert` again")
-    # Sorted, because zarr lists arrays in the order in which metadata arrive, which varies by rank.
-    arrays = {str(name): dataset.variables[name] for name in sorted(dataset.variables)}  # type: ignore[type-var]
-    raw = {name: group[name] for name in arrays}
-    for name, variable in arrays.items():
-        # Zarr 2's fill value means "missing", as in xarray, except 0 for values that are not packed: many
-        # writers set 0 by default, and every sea cell of a land mask would be NaN.
-        packed = {"scale_factor", "add_offset"} & variable.attrs.keys()
-        zero = variable.attrs.get("_FillValue") == 0
-        if raw[name].metadata.zarr_format == 2 and zero and not packed:
-            del variable.attrs["_FillValue"]
-    return OpenFile(path, arrays, dict(group.attrs), raw)
-
-
-def _open_grib(path: str) -> list[OpenFile]:
+    # -- GRIB
     try:
         import cfgrib  # type: ignore[reportMissingImports]  # an extra
     except (ImportError, RuntimeError) as error:  # RuntimeError: eccodes finds no library
         raise DataError(f'it is GRIB ({describe_error(error)}): pip install -e ".[grib]"') from None
-    options: dict[str, Any] = {"indexpath": "", "squeeze": False, "errors": "raise"}
+    options = {"indexpath": "", "squeeze": False, "errors": "raise"}
     options |= {"time_dims": ("valid_time",), "extra_coords": {"step": "valid_time"}}
     try:
         try:
@@ -220,10 +193,10 @@ def _open_grib(path: str) -> list[OpenFile]:
     # Variables with a single date are constant if others have more dates.
     num_dates = [math.prod(dataset.sizes[dim] for dim in options["time_dims"]) for dataset in datasets]
     first = dict.fromkeys(options["time_dims"], 0)
-    return [
-        OpenFile.of_dataset(path, dataset.isel(first) if count == 1 < max(num_dates) else dataset)
-        for dataset, count in zip(datasets, num_dates, strict=True)
-    ]
+    for number, count in enumerate(num_dates):
+        if count == 1 < max(num_dates):
+            datasets[number] = datasets[number].isel(first)
+    return [OpenFile(path, dataset.variables, dataset.attrs) for dataset in datasets]
 
 
 # -- coordinates
@@ -242,10 +215,7 @@ def _is_dates(variable: xr.Variable) -> bool:
 
 
 def decode_times(variable: xr.Variable) -> np.ndarray:
-    """Return datetime64[s], rounded, of CF times ("hours since 1900-01-01").
-
-    Raises DataError without units and for calendars other than that of analyses.
-    """
+    """Return datetime64[s], rounded, of CF times. Raises DataError without units and for other calendars."""
     if variable.dtype.kind == "M":
         return variable.values.astype("datetime64[s]")
     units, calendar = (str(variable.attrs.get(key, "")) for key in ("units", "calendar"))
@@ -254,81 +224,64 @@ def decode_times(variable: xr.Variable) -> np.ndarray:
     if calendar.lower() not in ("", "standard", "gregorian", "proleptic_gregorian"):
         years = f"its time has the calendar {calendar!r}, of years that differ from those of analyses"
         raise DataError(f"{years}; convert it to the standard calendar (xarray's convert_calendar)")
-    attrs = {"units": units, "calendar": calendar.lower() or "standard"}
-    # -- numbers, without fill values
+    # -- numbers, without fill values: 9.97e36 days is not a date
     stored, numbers = np.asarray(variable.values), _unpack(variable)
     fills = [np.ravel(variable.attrs.get(key, [])) for key in ("_FillValue", "missing_value")]
     is_missing = np.isin(stored, [fill for some in fills if some.dtype.kind in "iuf" for fill in some])
-    if is_missing.any():  # a fill value such as 9.97e36 days is not a date
+    is_missing |= numbers != numbers
+    if is_missing.any():
         numbers = np.where(is_missing, np.append(numbers[~is_missing], 0)[0], numbers)
-    # -- dates
+    # -- dates, in microseconds, which reach back to the year 1 for whole numbers, of which parts are added
+    coder = xr.coders.CFDatetimeCoder(use_cftime=False, time_unit="us")
+    attrs = {"units": units, "calendar": "proleptic_gregorian"}
+
+    def decode(numbers: np.ndarray) -> np.ndarray:
+        whole = np.floor(numbers).astype(np.int64)
+        coordinate = xr.Variable([f"dim_{i}" for i in range(1 + whole.ndim)], [whole, whole + 1], attrs)
+        with warnings.catch_warnings(action="ignore"):  # of years with fewer than four digits
+            times = decode_cf_variable("time", coordinate, decode_times=coder).values
+        if times.dtype.kind != "M":
+            raise ValueError("they are no dates")
+        times, after = times.astype("datetime64[us]")
+        part = np.round((numbers - whole) * (after - times).astype(np.int64))
+        return times + part.astype("timedelta64[us]")
+
     try:
-        times = _decode_numbers(numbers, attrs)
+        times = decode(numbers)
         if stored.dtype == np.float32:  # days since 1850 are off by minutes: round to a near whole hour
-            after = _decode_numbers(np.nextafter(numbers.astype(np.float32), np.float32(np.inf)), attrs)
+            after = decode(np.nextafter(numbers.astype(np.float32), np.float32(np.inf)))
             hours = (times + np.timedelta64(30, "m")).astype("datetime64[h]").astype(times.dtype)
             times = np.where(np.abs(hours - times) < after - times, hours, times)
+        start = re.search(r" since (\d{1,4})-(\d{1,2})-(\d{1,2})", units)
+        if start and calendar.lower() != "proleptic_gregorian":
+            year, month, day = map(int, start.groups())
+            if (1582, 10, 4) < (year, month, day) < GREGORIAN:
+                raise ValueError("the calendar has no such day")
+            if (year, month, day) < GREGORIAN:  # leap days of centuries
+                before = year - (month < 3)
+                times = times + np.timedelta64(before // 100 - before // 400 - 2, "D")
+        if not ((times > EARLIEST) & (times < LATEST)).all():
+            raise ValueError("years of no analyses")
     except Exception:  # pandas and xarray raise their own
-        reason = f"units {units!r} and calendar {attrs['calendar']!r}, which are not dates of analyses"
+        reason = f"units {units!r} and calendar {calendar or 'standard'!r}, which are not dates of analyses"
         fix = 'write numbers in units such as "hours since 1900-01-01", in the standard calendar'
         raise DataError(f"its time has {reason}; {fix}") from None
-    half = np.timedelta64(500_000_000, "ns")  # hours stored as float32 are off by seconds
-    times = (times + half).astype("datetime64[s]")
-    return np.where(is_missing, np.datetime64("NaT", "s"), times)
+    half = np.timedelta64(500_000, "us")  # hours stored as float32 are off by seconds
+    return np.where(is_missing, np.datetime64("NaT", "s"), (times + half).astype("datetime64[s]"))
 
 
-def _decode_numbers(numbers: np.ndarray, attrs: Mapping[str, str]) -> np.ndarray:
-    """Return datetime64[ns] of numbers in the units and calendar of `attrs`. Raises what xarray raises."""
-    early = re.fullmatch(r"(\w+) since (\d{1,4})-(\d{1,2})-(\d{1,2})(.*)", attrs["units"].strip())
-    if early and 0 < int(early[2]) < EARLIEST_YEAR:
-        # pandas cannot count from there: from 1970 on, after as many days as lie between.
-        year, month, day = (int(early[i]) for i in (2, 3, 4))
-        start = np.datetime64(f"{year:04d}-{month:02d}-{day:02d}")
-        days = int((np.datetime64("1970-01-01") - start) / np.timedelta64(1, "D"))
-        if attrs["calendar"] != "proleptic_gregorian" and start < GREGORIAN:
-            if start > np.datetime64("1582-10-04"):
-                raise ValueError("the calendar has no such day")
-            before = year - (month < 3)
-            days -= before // 100 - before // 400 - 2  # leap days of centuries
-        days_of_unit = pd.Timedelta(1, unit=early[1].lower()) / pd.Timedelta(1, unit="day")  # type: ignore
-        shift = np.round(days / days_of_unit).astype(np.int64)
-        numbers = numbers.astype(np.float64 if numbers.dtype.kind == "f" else np.int64) - shift
-        attrs = {**attrs, "units": f"{early[1]} since 1970-01-01{early[5]}"}
-    coder = xr.coders.CFDatetimeCoder(use_cftime=False, time_unit="ns")
-    dims = [f"dim_{i}" for i in range(numbers.ndim)]
-    times = decode_cf_variable("time", xr.Variable(dims, numbers, attrs), decode_times=coder).values
-    if times.dtype.kind != "M":
-        raise ValueError("they are no dates")
-    return times.astype("datetime64[ns]")
-
-
-def _coordinate_times(file: OpenFile, name: str, at: Mapping[str, int]) -> np.ndarray:
-    """Return the dates (T,) of a coordinate; NaT outside the range that ARCO-ERA5 declares valid.
-
-    at: positions on dimensions that are not the axis. Raises DataError.
-    """
-    if name not in file.arrays:
-        raise DataError(f"its dimension {name!r} has no coordinate with dates")
-    times = np.atleast_1d(decode_times(file.arrays[name].isel(at, missing_dims="ignore")))
-    if "valid_time_start" in file.attrs and "valid_time_stop" in file.attrs:
-        first, last = (np.datetime64(str(file.attrs[f"valid_time_{end}"])[:10]) for end in ("start", "stop"))
-        is_valid = (times >= first) & (times < last + np.timedelta64(1, "D"))
-        times = np.where(is_valid, times, np.datetime64("NaT", "s"))
-    return times
-
-
-def _dim_labels(file: OpenFile, dim: str, size: int) -> list[str]:
-    """Return the labels along a dimension, dates as 2020-01-01T00:00:00; without a coordinate numbers from 0.
-
-    A NetCDF 4 dimension without a coordinate reads as zeros, so repeated labels are ignored.
+def _dim_labels(file: OpenFile, dim: str) -> list[str]:
+    """Return the labels along a dimension, dates as 2020-01-01T00:00:00; without a coordinate, or if labels
+    repeat (zeros, of NetCDF 4 without a coordinate), numbers from 0.
     """
     labels = []
     if dim in file.arrays and file.arrays[dim].ndim == 1:
         if " since " in file.attribute(dim, "units"):
-            return _coordinate_times(file, dim, {}).astype(str).tolist()
+            return decode_times(file.arrays[dim]).astype(str).tolist()
         values = file.fetch(dim).tolist()
         labels = [value.decode() if isinstance(value, bytes) else str(value) for value in values]
-    return labels if labels and len(set(labels)) == len(labels) else [str(number) for number in range(size)]
+    is_labelled = labels and len(set(labels)) == len(labels)
+    return labels if is_labelled else [str(number) for number in range(file.sizes[dim])]
 
 
 def _find_label(labels: Sequence[str], label: str) -> int | None:
@@ -344,9 +297,7 @@ def _list_labels(labels: Sequence[str]) -> str:
 
 
 def read_levels(file: OpenFile, name: str) -> tuple[list[int | None], dict[str, str]]:
-    """Return pressure levels as whole hPa, None for others, and for these the reason by their hPa. Raises
-    DataError if it has no pressures, or none in whole hPa.
-    """
+    """Return pressure levels in whole hPa, None for others, and these with the reason. Raises DataError."""
     if name not in file.arrays:
         raise DataError(f"its dimension {name!r} has no coordinate with pressures")
     values = np.atleast_1d(file.fetch(name)).astype(np.float64)
@@ -379,7 +330,7 @@ def open_fields(
     selection: name of a dimension without a role -> the label that is read. more_roles: roles of dimensions
     of forecasts or climatologies -> lower-case names. Raises DataError, ConfigError (the selection).
     """
-    roles = {name: role for some in (ROLES, more_roles or {}) for role in some for name in some[role]}
+    roles = ROLE_OF_NAME | {name: role for role, names in (more_roles or {}).items() for name in names}
     selection, fields, unreadable = selection or {}, [], {}
     try:
         with np.errstate(invalid="ignore"):  # coordinates without numbers are refused in one line
@@ -387,12 +338,10 @@ def open_fields(
             # -- a label must be somewhere in the file: another array may have other ones along the same
             # dimension
             for dim, label in selection.items():
-                labels: list[str] = []
-                for file in files:
-                    sizes = {array.sizes[dim] for array in file.arrays.values() if dim in array.dims}
-                    sizes -= {1} if dim.lower() == HEIGHT else set()
-                    if not file.role(dim, roles):
-                        labels += [text for size in sizes for text in _dim_labels(file, dim, size)]
+                smallest = 2 if dim.lower() == HEIGHT else 1  # a single height is no choice
+                these = [file for file in files if file.sizes.get(dim, 0) >= smallest]
+                these = [file for file in these if not file.role(dim, roles)]
+                labels = [text for file in these for text in _dim_labels(file, dim)]
                 if labels and _find_label(labels, label) is None:
                     choice = _list_labels(list(dict.fromkeys(labels)))
                     refuse(SELECT, [f"{dim}={label}"], f"{dim} has {choice}; take one of them")
@@ -416,20 +365,11 @@ def open_fields(
     return fields, unreadable
 
 
-def dataset_fields(path: str, dataset: xr.Dataset) -> tuple[list[Field], dict[str, str]]:
-    """Return the fields of a dataset in memory, and the reasons for unreadable arrays. Raises DataError."""
-    unreadable: dict[str, str] = {}
-    roles = {name: role for role, names in ROLES.items() for name in names}
-    return NamedLayout(OpenFile.of_dataset(path, dataset), roles, {}).open(unreadable), unreadable
-
-
 def select_elements(
     file: OpenFile, variable: xr.Variable, roles: Sequence[str], selection: Mapping[str, str]
 ) -> dict[int, int]:
-    """Return the positions that are read of the dimensions without a role: number of a dimension -> position.
-
-    Raises DataError for dates as values, for a dimension of which no element is selected, and for a selected
-    label that it lacks.
+    """Return the positions that are read of the dimensions without a role (number -> position). Raises
+    DataError for dates as values, a dimension without a selected element, or without the label.
     """
     if " since " in str(variable.attrs.get("units", "")):
         raise DataError(f"its units are {variable.attrs['units']!r}: dates")
@@ -437,7 +377,7 @@ def select_elements(
     for axis, (dim, size) in enumerate(zip(map(str, variable.dims), variable.shape, strict=True)):
         if roles[axis]:
             continue
-        labels, label = _dim_labels(file, dim, size), selection.get(dim)
+        labels, label = _dim_labels(file, dim), selection.get(dim)
         if label is None and size > 1:
             fix = f"choose one with data.select = ['{dim}={labels[0]}']"
             if "time" not in roles:
@@ -453,10 +393,7 @@ def select_elements(
 
 
 class NamedLayout:
-    """The coordinates of a file whose dimensions have names, and what its arrays mean.
-
-    roles_of: lower-case name of a dimension -> role.
-    """
+    """The coordinates of a file whose dimensions have names, of which roles are known, and its arrays."""
 
     def __init__(self, file: OpenFile, roles_of: Mapping[str, str], selection: Mapping[str, str]) -> None:
         """Raises DataError without latitude and longitude in degrees."""
@@ -482,8 +419,7 @@ class NamedLayout:
 
         # A dimension has the role of its coordinate, or of another coordinate along it, as of latitude(y) and
         # time(t); valid_time(step) is of one run.
-        dims = {str(dim) for array in arrays.values() for dim in array.dims}
-        self.role_of_dim = {dim: file.role(dim, roles_of) for dim in dims}
+        self.role_of_dim = {dim: file.role(dim, roles_of) for dim in file.sizes}
         for name, role in role_of_name.items():
             dim = str(arrays[name].dims[0]) if arrays[name].ndim == 1 else ""
             is_lead = dim.lower() in FORECAST_ROLES["lead"]
@@ -494,13 +430,9 @@ class NamedLayout:
         scalars = [name for name, array in arrays.items() if array.shape == ()]
         self.dates = [name for name in times if _is_dates(arrays[name])]
         self.starts = [name for name in scalars if name in times and name.lower() != "valid_time"]
-        self.leads = [
-            name
-            for name in arrays
-            if name.lower() in FORECAST_ROLES["lead"]
-            or file.attribute(name, "standard_name") == "forecast_period"
-            if arrays[name].dtype.kind in "fium"
-        ]
+        leads = [name for name in arrays if name.lower() in FORECAST_ROLES["lead"]]
+        leads += [name for name in arrays if file.attribute(name, "standard_name") == "forecast_period"]
+        self.leads = [name for name in dict.fromkeys(leads) if arrays[name].dtype.kind in "fium"]
         self.single_levels = [name for name in scalars if role_of_name[name] == "level"]
         self.known_times: dict[str, np.ndarray] = {}  # by coordinate and positions: arrays share their dates
 
@@ -527,7 +459,25 @@ class NamedLayout:
                 at = {dims[i]: position for i, position in selected.items()}
                 times = self.find_times(dims, roles, at)
                 labelled = {role: dim for role, dim in zip(roles, dims, strict=True) if role in LABELLED}
-                labels |= {dim: self.axis_labels(dim, r) for r, dim in labelled.items() if dim not in labels}
+                # -- leads are timedelta64[s], of timedeltas or numbers, by default hours; hours and days are
+                # numbers, without a coordinate from 0 and 1
+                for role, dim in labelled.items():
+                    if dim in labels:
+                        continue
+                    if role == "lead" and dim not in file.arrays:
+                        raise DataError(f"its dimension {dim!r} has no coordinate with lead times")
+                    first = int(role != "hour")
+                    values = file.fetch(dim) if dim in file.arrays else first + np.arange(file.sizes[dim])
+                    unit = file.attribute(dim, "units").strip().lower() or "hours"
+                    if role != "lead":
+                        values = np.asarray(values, int)
+                    elif values.dtype.kind != "m":
+                        try:
+                            seconds = pd.Timedelta(1, unit=unit).total_seconds()  # type: ignore[arg-type]
+                        except ValueError:
+                            raise DataError(f"its {dim!r} has units {unit!r}, not 'hours'") from None
+                        values = np.round(values * seconds).astype(np.int64)
+                    labels[dim] = values if role != "lead" else values.astype("timedelta64[s]")
                 levels = None
                 if "level" in roles:
                     levels, reasons = read_levels(file, dims[roles.index("level")])
@@ -546,7 +496,7 @@ class NamedLayout:
             field = Field(
                 path=file.path,
                 array=name,
-                raw=file.raw[name],
+                raw=file.group[name] if file.group is not None else variable,
                 names=names,
                 roles=tuple(roles),
                 times=times,
@@ -554,7 +504,6 @@ class NamedLayout:
                 decoding=decoding,
                 units=units,
                 dims=tuple(dims),
-                chunks=file.chunks(name),
                 selected=selected,
                 labels={role: labels[dim] for role, dim in labelled.items()},
                 versions=tuple(np.argsort(versions, kind="stable").tolist()),
@@ -564,17 +513,25 @@ class NamedLayout:
         return fields
 
     def read_times(self, name: str, at: Mapping[str, int]) -> np.ndarray:
-        """Return the dates (T,) of a coordinate at positions on dimensions that are no axis."""
-        key = f"{name} at {at}"
-        if key not in self.known_times:
-            self.known_times[key] = _coordinate_times(self.file, name, at)
-        return self.known_times[key]
+        """Return the dates (T,) of a coordinate, NaT where ARCO-ERA5 has none yet. Raises DataError."""
+        key, file = f"{name} at {at}", self.file
+        if key in self.known_times:
+            return self.known_times[key]
+        if name not in file.arrays:
+            raise DataError(f"its dimension {name!r} has no coordinate with dates")
+        times = np.atleast_1d(decode_times(file.arrays[name].isel(at, missing_dims="ignore")))
+        if "valid_time_start" in file.attrs and "valid_time_stop" in file.attrs:
+            first, last = (
+                np.datetime64(str(file.attrs[f"valid_time_{end}"])[:10]) for end in ("start", "stop")
+            )
+            is_valid = (times >= first) & (times < last + np.timedelta64(1, "D"))
+            times = np.where(is_valid, times, np.datetime64("NaT", "s"))
+        self.known_times[key] = times
+        return times
 
     def find_times(self, dims: Sequence[str], roles: Sequence[str], at: Mapping[str, int]) -> Any:
-        """Return the dates (T,) of an array: of its time axis, or the single initial date of forecasts; None
-        for a constant field. Raises DataError, too, where it is not clear which of two coordinates has them.
-
-        at: positions on dimensions that are no axis.
+        """Return the dates (T,) of an array: of its time axis, or the initial date of forecasts; None for a
+        constant field. at: positions on dimensions that are no axis. DataError if two coordinates differ.
         """
         if "time" not in roles:
             if "lead" in roles and not self.starts:
@@ -595,54 +552,26 @@ class NamedLayout:
         for name in rest:
             if not np.array_equal(self.read_times(name, at), self.read_times(first, at)):
                 why = f"{first!r} and {name!r} are different dates of the same fields"
-                raise DataError(
-                    f"its {why}; give the one with the dates of validity the standard_name 'time'"
-                )
+                fix = "give the one with the dates of validity the standard_name 'time'"
+                raise DataError(f"its {why}; {fix}")
         # What is read of a dimension of leads has no date on the axis of starts.
         for name in (name for name in self.leads if along[name] <= {*at}):
             lead = np.nan_to_num(arrays[name].isel(at, missing_dims="ignore").values.astype(np.float64))
             if first == axis and lead.any() and (name in at or first not in named):
                 why = f"its {axis!r} has the starts of forecasts, whose {name!r} is {lead:g}"
-                raise DataError(
-                    f"{why}: give the file a coordinate valid_time, with the standard_name 'time'"
-                )
+                fix = "give the file a coordinate valid_time, with the standard_name 'time'"
+                raise DataError(f"{why}: {fix}")
         return self.read_times(first, at)
-
-    def axis_labels(self, dim: str, role: str) -> np.ndarray:
-        """Return the labels of an axis of forecasts or climatologies: leads as timedelta64[s], from
-        timedeltas or numbers with units (hours without any); hours and days as numbers. Raises DataError.
-
-        Without a coordinate hours count from 0, days from 1.
-        """
-        arrays = self.file.arrays
-        if role != "lead":
-            size = next(array.sizes[dim] for array in arrays.values() if dim in array.dims)
-            numbers = self.file.fetch(dim) if dim in arrays else np.arange(size) + (role != "hour")
-            return np.asarray(numbers, int)
-        if dim not in arrays:
-            raise DataError(f"its dimension {dim!r} has no coordinate with lead times")
-        values, unit = self.file.fetch(dim), str(arrays[dim].attrs.get("units", "hours"))
-        if values.dtype.kind == "m":
-            return values.astype("timedelta64[s]")
-        try:
-            seconds = pd.Timedelta(1, unit=unit.strip().lower()).total_seconds()  # type: ignore[arg-type]
-        except ValueError:
-            raise DataError(f"its {dim!r} has units {unit!r}, not 'hours'") from None
-        return np.round(values * seconds).astype(np.int64).astype("timedelta64[s]")
 
     def find_names(
         self, name: str, levels: Sequence[int | None] | None, at: Mapping[str, int]
     ) -> tuple[str, ...]:
-        """Return the names of an array, one for each level, "" for one without a name.
-
-        at: positions on dimensions that are no axis.
-        """
+        """Return the names of an array, one for each level, "" for none; `at` as of `find_times`."""
         file, attrs = self.file, self.file.arrays[name].attrs
         if TRAINING_STORE in file.attrs and "variable" in attrs:
             return (str(attrs["variable"]),)
-        full = (
-            full_name(name) if levels is None else SHORT_NAMES.get(name, SHORT_NAMES.get(name.lower(), name))
-        )
+        on_levels = SHORT_NAMES.get(name, SHORT_NAMES.get(name.lower(), name))
+        full = full_name(name) if levels is None else on_levels
         if levels is None and self.single_levels and full in ON_LEVELS:
             levels, _ = read_levels(file, self.single_levels[0])
         if levels is not None:
@@ -677,25 +606,19 @@ def _open_tutorial(file: OpenFile) -> Field:
     return Field(
         path=file.path,
         array="fields",
-        raw=file.raw["fields"],
+        raw=file.group["fields"] if file.group is not None else file.arrays["fields"],
         names=tuple(surface_or_level(label, labels) for label in labels),
         roles=("time", "level", "latitude", "longitude"),
         times=np.datetime64(f"{year[1]}-01-01", "s") + 6 * np.arange(num_times) * np.timedelta64(3600, "s"),
         orientation=find_orientation(latitude, np.arange(num_columns) * 360 / num_columns),
         decoding=Decoding(),
-        chunks=file.chunks("fields"),
     )
 
 
 def _open_anemoi(file: OpenFile, selection: Mapping[str, str]) -> Field:
-    """Return the field of a Zarr of anemoi-datasets: data(time, variable, ensemble, cell), whose cells are a
-    regular grid row by row.
-    """
-    shape, data, labels = (
-        tuple(file.attrs.get("field_shape", ())),
-        file.arrays["data"],
-        file.attrs["variables"],
-    )
+    """Return the field of a Zarr of anemoi-datasets, data(time, variable, ensemble, cell), of a grid."""
+    data, labels = file.arrays["data"], file.attrs["variables"]
+    shape = tuple(file.attrs.get("field_shape", ()))
     if len(shape) != 2:
         raise DataError(f"its data have field_shape {shape}: not rows and columns of a grid")
     roles = ("time", "level", "", "cell")
@@ -708,13 +631,12 @@ def _open_anemoi(file: OpenFile, selection: Mapping[str, str]) -> Field:
     return Field(
         path=file.path,
         array="data",
-        raw=file.raw["data"],
+        raw=file.group["data"] if file.group is not None else data,
         names=tuple(surface_or_level(label, labels) for label in labels),
         roles=roles,
         times=decode_times(file.arrays["dates"]),
         orientation=find_orientation(latitude[:, 0], longitude[0]),
         decoding=Decoding(),
         dims=tuple(map(str, data.dims)),
-        chunks=file.chunks("data"),
         selected=selected,
     )

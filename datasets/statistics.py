@@ -11,15 +11,15 @@ import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from config import RANDOM
-from datasets.archive import Archive, TrainingStore, stream
-from datasets.dates import evenly_spaced
+from datasets.archive import BLOCK_BYTES, Archive, TrainingStore, consecutive, evenly_spaced, sums_file
 from datasets.grid import area_weights, sum_moments
-from datasets.plausibility import LARGEST, log_implausible, refuse_fills
-from datasets.variables import usual_range
+from datasets.remote import describe_error
+from datasets.variables import CONVERSIONS, UnitConversion, units, usual_range
 from errors import DataError
 from jobs.durable_files import replacing
 
@@ -30,38 +30,73 @@ ROUNDING = 1e-7  # of float32: a smaller relative deviation is a constant
 # second moment of the state (around the shift) and of its change over a model step.
 MISSING, IMPLAUSIBLE, STATE, CHANGE, NUM_COLUMNS = 0, slice(1, 3), slice(3, 6), slice(6, 9), 9
 PAIRS = 1000  # dates of which the change is computed where the store has that of another step
-MOST_BYTES = (
-    2**34
-)  # of sums, or of fields, that a start reads for the mean field; of more, evenly spaced ones
+# Of sums, or of fields, that a start reads for the mean field; of more, evenly spaced ones.
+MOST_BYTES = 2**34
 DAMAGE = (OSError, ValueError, KeyError, TypeError, EOFError, zipfile.BadZipFile, zlib.error)
+# Of anything in the units of analyses; NetCDF fills with 9.96921e36, others with 1e20 and 1e30.
+LARGEST = 1e15
+FILLS = (-9999.0, -999.0, -999.9, 9999.0, -32767.0, -32768.0)  # customary ones that could be values
 SAME = 1e-9  # relative tolerance: processors differ in the last digits of sums
 
 
-def state_moments(
-    fields: np.ndarray, name: str, shift: float, area: np.ndarray, dates: np.ndarray, path: str
-) -> np.ndarray:
-    """Return the columns (n, 6) up to STATE of a variable's fields (n, H, W) on dates (n,).
+# -- implausible values: impossible ones are refused, unlikely ones counted and logged once
 
-    shift: near the mean, subtracted before squaring (squares of 5e4 m2 s-2 would lose seven of the sixteen
-    digits); area: weights of the rows (H,). Raises DataError for an undeclared fill value, naming `path`.
+
+def refuse_fills(fields: np.ndarray, variables: Sequence[str], date: Any, path: str) -> None:
+    """Raise DataError naming path, variable, value and date if fields (V, H, W) have an undeclared fill."""
+    for values, name in zip(fields, variables, strict=True):
+        fill = undeclared_fill(values[np.isfinite(values)], name)
+        if fill is not None:
+            count = np.count_nonzero(values == fill)
+            what = f"{name} is {fill:g} in {count} cells at {date}: a missing value that is not declared"
+            raise DataError(f"{path!r}: {what}; give the variable the attribute _FillValue = {fill:g}")
+
+
+def undeclared_fill(finite: np.ndarray, name: str) -> float | None:
+    """Return a finite value that can only be an undeclared fill value, None if there is none: a value beyond
+    all variables, or a customary fill value outside the range of a known variable.
     """
-    columns, (low, high) = np.zeros((len(fields), STATE.stop)), usual_range(name)
-    is_finite = np.isfinite(fields)
-    is_odd = ((fields < low) | (fields > high)) & is_finite
-    if is_odd.any() or np.abs(fields, where=is_finite, out=np.zeros_like(fields)).max() > LARGEST:
-        for date, field in zip(dates, fields, strict=True):
-            refuse_fills(field[None], [name], date, path)
-    columns[:, MISSING] = (~is_finite).sum(axis=(1, 2))
-    columns[:, 1] = np.isinf(fields).sum(axis=(1, 2))
-    columns[:, 2] = is_odd.sum(axis=(1, 2))
-    columns[:, STATE] = sum_moments(fields, shift, area)
-    return columns
+    if not finite.size:
+        return None
+    low, high = finite.min(), finite.max()
+    if max(abs(low), abs(high)) > LARGEST:
+        return low if abs(low) > LARGEST else high
+    least, most = usual_range(name)
+    if least <= low and high <= most:
+        return None
+    # Unchanged, or with its units converted: -9999 degC in K.
+    conversions = [UnitConversion(), *(c for (_, ours), c in CONVERSIONS.items() if ours == units(name))]
+    fills = [float(np.float32(fill * c.factor + c.offset)) for c in conversions for fill in FILLS]
+    known = [value for value in fills if low <= value <= high and not least <= value <= most]
+    return next((value for value in known if np.count_nonzero(finite == value) > 1), None)
+
+
+def implausible_kinds(name: str) -> tuple[str, str]:
+    """Return the names of infinite values and of those outside the usual range: "outside 170 to 340 K"."""
+    low, high = usual_range(name)
+    return "infinite", f"outside {low:g} to {high:g} {units(name)}"
+
+
+def check_static(static: dict[str, np.ndarray], path: str) -> None:
+    """Log the fraction of missing cells of constant fields (H, W), which are set to the mean of the others.
+    Raises DataError for infinite values, undeclared fill values and a field without a value.
+    """
+    for name, field in static.items():
+        refuse_fills(field[None], [name], "all dates", path)
+        if infinite := np.isinf(field).sum():
+            raise DataError(f"{path!r}: {name} is infinite in {infinite} cells; give them a value, or NaN")
+        missing = np.isnan(field).mean()
+        if missing == 1:
+            raise DataError(f"{path!r}: {name} is missing in all cells; leave it out, or give it values")
+        if missing:
+            logger.warning("%s: %.1f %% of its cells are missing and get the mean", name, 100 * missing)
+
+
+# -- sums of each date, and statistics of them
 
 
 def mean_and_std(sums: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return mean and deviation from weight, first and second moment (V, 3); the deviation of a constant is
-    1.
-    """
+    """Return mean and deviation, 1 of a constant, from weight, first and second moment (V, 3)."""
     weight, first, second = sums.T
     mean = first / weight
     variance = np.maximum(second / weight - mean**2, 0)
@@ -84,17 +119,19 @@ class Statistics:
     def of(
         cls, archive: TrainingStore, variables: Sequence[str], dates: np.ndarray, step: np.timedelta64
     ) -> "Statistics":
-        """Compute statistics over dates (indices into archive.times), and log what is implausible.
-
-        A date on which a variable has no value is not included. Raises DataError if no date, or no two of
-        them a step apart, have values of all variables.
+        """Compute statistics over dates (indices into archive.times) on which all variables have values, and
+        log what is implausible. Raises DataError if there is none, or no two of them a step apart.
         """
         names, times = list(variables), archive.times[dates]
         key, among = f"data.variables = {names}", f"the {len(dates)} that count; look at data.train_period"
         rows = np.ascontiguousarray(archive.rows(names)[dates])
         shift = np.array([archive.shifts[name] for name in names])
         missing = rows[:, :, MISSING].astype(int)
-        log_implausible(names, times, rows[:, :, IMPLAUSIBLE])
+        for name, columns in zip(names, rows[:, :, IMPLAUSIBLE].transpose(1, 2, 0), strict=True):
+            for kind, counts in zip(implausible_kinds(name), columns, strict=True):
+                if counts.any():
+                    first = f"the first at {times[np.flatnonzero(counts)[0]]}"
+                    logger.warning(f"data.path: {name}: {int(counts.sum())} values {kind}, {first}")
         is_complete = (missing < archive.grid.shape[0] * archive.grid.shape[1]).all(axis=1)
         if not is_complete.all():
             first = f"{times[~is_complete][0]}; no sample starts from them"
@@ -108,9 +145,8 @@ class Statistics:
         # The change over a step, on dates whose date before is one of these, too.
         is_pair = is_complete & np.isin(times - step, times[is_complete])
         if not is_pair.any():
-            raise DataError(
-                f"{key}: no two dates a model step apart have values of all of them among {among}"
-            )
+            reason = f"no two dates a model step apart have values of all of them among {among}"
+            raise DataError(f"{key}: {reason}")
         if archive.change_step == step:
             rows[~is_pair, :, CHANGE] = 0
             changes = rows[:, :, CHANGE].sum(axis=0)
@@ -124,8 +160,40 @@ class Statistics:
             logger.warning(f"data.path: {names[v]} is {shift[v] + mean[v]:g} in all cells on all dates")
         text = repr((names, int(step / np.timedelta64(1, "s"))))
         digest = hashlib.sha256(text.encode() + times.tobytes() + rows.tobytes()).hexdigest()
-        field = mean_field(archive, names, dates[is_complete], shift + mean)
-        return cls(shift + mean, std, change_std, field, times, digest, missing)
+        mean = shift + mean
+
+        # The mean field: of whole shards, by the sums that conversion has written.
+        total, count = (np.zeros((len(names), *archive.grid.shape), dtype) for dtype in (float, np.int64))
+        if archive.path == RANDOM:  # of noise the mean is the same in all cells
+            field = np.broadcast_to(mean[:, None, None], total.shape).astype(np.float32)
+            return cls(mean, std, change_std, field, times, digest, missing)
+        size, is_left = archive.shard_dates, np.zeros(len(archive.times), bool)
+        is_left[dates[is_complete]] = True
+        starts = [start for start in range(0, len(is_left), size) if is_left[start : start + size].all()]
+        for start in evenly_spaced(np.array(starts, int), max(1, MOST_BYTES // (8 * total.size))).tolist():
+            for v, name in enumerate(names):
+                path = sums_file(Path(archive.path), name, start)
+                try:
+                    with np.load(path) as stored:
+                        total[v] += stored["total"]
+                        count[v] += stored["count"]
+                except DAMAGE as error:
+                    reason = f"cannot be read ({describe_error(error)}); convert the data again"
+                    raise DataError(f"{path}: {reason}") from None
+        # -- and of dates in shards that the period cuts, a limited number of them
+        for start in starts:
+            is_left[start : start + size] = False
+        left = evenly_spaced(np.flatnonzero(is_left), max(1, MOST_BYTES // (4 * total.size)))
+        longest = max(1, BLOCK_BYTES // (4 * total.size))
+        for run in consecutive(left):
+            for some in np.split(run, range(longest, len(run), longest)):
+                for fields in archive.read_block(int(some[0]), int(some[-1]) + 1, names):
+                    valid = np.isfinite(fields)
+                    np.add(total, fields, out=total, where=valid)
+                    count += valid
+        with np.errstate(invalid="ignore", divide="ignore"):
+            field = np.where(count > 0, total / count, mean[:, None, None]).astype(np.float32)
+        return cls(mean, std, change_std, field, times, digest, missing)
 
     @property
     def numbers(self) -> Numbers:
@@ -136,10 +204,8 @@ class Statistics:
 def read_changes(
     archive: Archive, variables: Sequence[str], dates: np.ndarray, step: np.timedelta64
 ) -> np.ndarray:
-    """Return weight, first and second moment (V, 3) of the change up to at most PAIRS of the dates.
-
-    The dates are divided into equal parts, and each gives a random one, of the hours of the day in turn:
-    evenly spaced dates can all have the same hour.
+    """Return weight, first and second moment (V, 3) of the change up to at most PAIRS of the dates: of equal
+    parts a random one each, of the hours of the day in turn, which evenly spaced dates need not have.
     """
     times, area = archive.times, area_weights(archive.grid.latitude)
     of_day = (times[dates] - times[dates].astype("datetime64[D]")).astype(int)
@@ -151,39 +217,6 @@ def read_changes(
         now, before = (archive.read(i, variables) for i in (date, archive.index(times[date] - step)))
         sums += sum_moments(now, before, area)
     return sums
-
-
-def mean_field(
-    archive: TrainingStore, variables: list[str], dates: np.ndarray, mean: np.ndarray
-) -> np.ndarray:
-    """Return (V, H, W) float32: the mean over dates (indices), the variable's `mean` (V,) where a cell has no
-    value.
-
-    The sums of whole shards are added, and the other dates are read.
-    """
-    shape, is_left = (len(variables), *archive.grid.shape), np.zeros(len(archive.times), bool)
-    if archive.path == RANDOM:  # of noise the mean is the same in all cells
-        return np.broadcast_to(mean[:, None, None], shape).astype(np.float32)
-    total, count = np.zeros(shape), np.zeros(shape, np.int64)
-    is_left[dates] = True
-    # -- whole shards, by the sums that conversion has written
-    shards = np.arange(0, len(archive.times), archive.shard_dates)
-    starts = [start for start in shards if is_left[start : start + archive.shard_dates].all()]
-    for start in evenly_spaced(np.array(starts, int), max(1, MOST_BYTES // (8 * total.size))).tolist():
-        for v, name in enumerate(variables):
-            field_sum, field_count = archive.read_sums(name, start)
-            total[v] += field_sum
-            count[v] += field_count
-    for start in starts:
-        is_left[start : start + archive.shard_dates] = False
-    # -- dates in shards that the period cuts, a limited number of them
-    left = evenly_spaced(np.flatnonzero(is_left), max(1, MOST_BYTES // (4 * total.size)))
-    for _, fields in stream(archive, variables, left):
-        valid = np.isfinite(fields)
-        np.add(total, fields, out=total, where=valid)
-        count += valid
-    with np.errstate(invalid="ignore", divide="ignore"):
-        return np.where(count > 0, total / count, mean[:, None, None]).astype(np.float32)
 
 
 # -- the statistics of a run, in its folder

@@ -12,16 +12,17 @@ from typing import Any, NamedTuple
 
 from errors import ConfigError, DataError, format_value
 
+ANY = (-math.inf, math.inf)
+
 
 class Variable(NamedTuple):
-    """Units, short names, CF's standard name (table 92) of a variable, and a range
-    that is wider than that of analyses on any level, in these units.
-    """
+    """Units, short names, CF's standard name (table 92), and a range wider than that of analyses."""
 
     units: str
     short_names: str
     standard_name: str = ""
-    usual_range: tuple[float, float] = (-math.inf, math.inf)
+    usual_range: tuple[float, float] = ANY
+    is_often_zero: bool = False
 
 
 # By WeatherBench2's name.
@@ -37,9 +38,9 @@ ON_LEVELS: dict[str, tuple[Any, ...]] = {  # in WeatherBench2 and the CDS
     "divergence": ("s-1", "d", "divergence_of_wind"),
     "potential_vorticity": ("K m2 kg-1 s-1", "pv", "ertel_potential_vorticity"),
     "ozone_mass_mixing_ratio": ("kg kg-1", "o3", ""),
-    "specific_cloud_liquid_water_content": ("kg kg-1", "clwc", ""),
-    "specific_cloud_ice_water_content": ("kg kg-1", "ciwc", ""),
-    "fraction_of_cloud_cover": ("1", "cc", ""),
+    "specific_cloud_liquid_water_content": ("kg kg-1", "clwc", "", ANY, True),
+    "specific_cloud_ice_water_content": ("kg kg-1", "ciwc", "", ANY, True),
+    "fraction_of_cloud_cover": ("1", "cc", "", ANY, True),
     "wind_speed": ("m s-1", "ws", "wind_speed"),
 }
 ON_ONE_SURFACE: dict[str, tuple[Any, ...]] = {
@@ -54,42 +55,34 @@ ON_ONE_SURFACE: dict[str, tuple[Any, ...]] = {
     "surface_pressure": ("Pa", "sp ps", "surface_air_pressure", (4e4, 1.15e5)),
     "total_column_water_vapour": ("kg m-2", "tcwv prw", "atmosphere_mass_content_of_water_vapor", (-1, 150)),
     "total_column_water": ("kg m-2", "tcw", "", (-1, 200)),
-    "total_cloud_cover": ("1", "tcc", "cloud_area_fraction", (-0.01, 1.01)),
-    "total_precipitation": ("m", "tp", "lwe_thickness_of_precipitation_amount"),
+    "total_cloud_cover": ("1", "tcc", "cloud_area_fraction", (-0.01, 1.01), True),
+    "total_precipitation": ("m", "tp", "lwe_thickness_of_precipitation_amount", ANY, True),
     "precipitation_flux": ("kg m-2 s-1", "pr", "precipitation_flux"),
-    "total_precipitation_6hr": ("m", "tp6", "lwe_thickness_of_precipitation_amount"),
-    "total_precipitation_24hr": ("m", "tp24", "lwe_thickness_of_precipitation_amount"),
+    "total_precipitation_6hr": ("m", "tp6", "lwe_thickness_of_precipitation_amount", ANY, True),
+    "total_precipitation_24hr": ("m", "tp24", "lwe_thickness_of_precipitation_amount", ANY, True),
     "sea_surface_temperature": ("K", "sst tos", "sea_surface_temperature", (260, 320)),
     "skin_temperature": ("K", "skt ts", "surface_temperature", (150, 360)),
-    "sea_ice_cover": ("1", "siconc ci", "sea_ice_area_fraction", (-0.01, 1.01)),
-    "snow_depth": ("m", "sd", ""),
-    "volumetric_soil_water_layer_1": ("m3 m-3", "swvl1", ""),
+    "sea_ice_cover": ("1", "siconc ci", "sea_ice_area_fraction", (-0.01, 1.01), True),
+    "snow_depth": ("m", "sd", "", ANY, True),
+    "volumetric_soil_water_layer_1": ("m3 m-3", "swvl1", "", ANY, True),
     "soil_temperature_level_1": ("K", "stl1", ""),
-    "toa_incident_solar_radiation": ("J m-2", "tisr", ""),
-    "surface_net_solar_radiation": ("J m-2", "ssr", ""),
+    "toa_incident_solar_radiation": ("J m-2", "tisr", "", ANY, True),
+    "surface_net_solar_radiation": ("J m-2", "ssr", "", ANY, True),
     "surface_net_thermal_radiation": ("J m-2", "str", ""),
-    "surface_solar_radiation_downwards": ("J m-2", "ssrd", ""),
+    "surface_solar_radiation_downwards": ("J m-2", "ssrd", "", ANY, True),
     "surface_sensible_heat_flux": ("J m-2", "sshf", ""),
     "surface_latent_heat_flux": ("J m-2", "slhf", ""),
-    "land_sea_mask": ("1", "lsm", "", (-0.01, 1.01)),
-    "geopotential_at_surface": ("m2 s-2", "zs", ""),
-    "soil_type": ("1", "slt", ""),
-    "standard_deviation_of_orography": ("m", "sdor", ""),
-    "slope_of_sub_gridscale_orography": ("1", "slor", ""),
+    "land_sea_mask": ("1", "lsm", "", (-0.01, 1.01), True),
+    "geopotential_at_surface": ("m2 s-2", "zs", "", ANY, True),
+    "soil_type": ("1", "slt", "", ANY, True),
+    "standard_deviation_of_orography": ("m", "sdor", "", ANY, True),
+    "slope_of_sub_gridscale_orography": ("1", "slor", "", ANY, True),
 }
 UNKNOWN = Variable("", "")
 VARIABLES = {name: Variable(*row) for name, row in (ON_LEVELS | ON_ONE_SURFACE).items()}
 STANDARD_NAMES = {name: row.standard_name for name, row in VARIABLES.items() if row.standard_name}
 # Fields that can be 0 everywhere: a Zarr store without a chunk of them is complete.
-OFTEN_ZERO = set(
-    """
-    fraction_of_cloud_cover specific_cloud_liquid_water_content specific_cloud_ice_water_content
-    total_precipitation total_precipitation_6hr total_precipitation_24hr total_cloud_cover
-    sea_ice_cover snow_depth volumetric_soil_water_layer_1 toa_incident_solar_radiation
-    surface_net_solar_radiation surface_solar_radiation_downwards land_sea_mask geopotential_at_surface
-    soil_type standard_deviation_of_orography slope_of_sub_gridscale_orography
-    """.split()
-)
+OFTEN_ZERO = {name for name, row in VARIABLES.items() if row.is_often_zero}
 LOWEST_BARE_LEVEL = 20  # hPa, of a channel such as "t50"
 CUSTOMARY_HEIGHT = 10  # m: in many archives winds are at this height next to winds on levels from 50 hPa
 # Words in attributes: names, standard names, GRIB's kinds of levels.
@@ -103,9 +96,8 @@ SHORT_NAMES = {short: name for name, row in VARIABLES.items() for short in row.s
 
 
 def full_name(text: str) -> str:
-    """Return the name of an array or channel: "z500", "z_500" and "Z500hPa" -> "geopotential:500".
-
-    Unknown names are kept. Levels below 20 hPa need the "_" or the unit: t2 and q2 are at 2 m in many models.
+    """Return the name of an array or channel: "z500", "z_500" and "Z500hPa" -> "geopotential:500"; unknown
+    ones are kept. Levels below 20 hPa need the "_" or the unit: t2 and q2 are at 2 m in many models.
     """
     name = text if text in SHORT_NAMES or text in VARIABLES else text.lower()
     if name in SHORT_NAMES or name in VARIABLES:
@@ -146,17 +138,13 @@ def surface_or_level(text: str, siblings: Iterable[str], described: str = "") ->
     if is_in_gap or any(level == number for _, level in named):
         return on_level
     if levels and number != CUSTOMARY_HEIGHT:
-        raise DataError(
-            f"{text!r} may be {name} or {on_level}; give it the attribute long_name, with metre or hPa in it"
-        )
+        fix = "give it the attribute long_name, with metre or hPa in it"
+        raise DataError(f"{text!r} may be {name} or {on_level}; {fix}")
     return name
 
 
 def split_name(text: str) -> tuple[str, int | None]:
-    """Return ("geopotential", 500) for "geopotential:500", None as the level of a name without one.
-
-    Raises ConfigError for an empty name and for a level that is not a positive whole number.
-    """
+    """Return ("geopotential", 500) for "geopotential:500", or None as the level. Raises ConfigError."""
     name, colon, level = text.partition(":")
     if name and name == name.strip() and not colon:
         return name, None
@@ -177,11 +165,6 @@ def group_levels(variables: Iterable[str]) -> dict[str, dict[int | None, int]]:
         name, level = split_name(variable)
         grouped.setdefault(name, {})[level] = position
     return grouped
-
-
-def changes_sign(variable: str) -> bool:
-    """Return True if the mirror image at the equator has the other sign: a wind to the north, a rotation."""
-    return any(word in variable for word in ("v_component", "northward", "vorticity"))
 
 
 def units(variable: str) -> str:
@@ -250,10 +233,7 @@ CONVERSIONS = {  # (units of the data, ours)
 
 
 def plain_units(text: str) -> str:
-    """Return units as this project writes them: "m**2/s**2", "m^2 s^-2", "m2.s-2" -> "m2 s-2".
-
-    Unknown ones are kept.
-    """
+    """Return units as written here: "m**2/s**2", "m^2 s^-2", "m2.s-2" -> "m2 s-2"; unknown ones are kept."""
     plain = " ".join(text.split())
     for spelling in (plain.lower(), plain.lower().replace(" ", "_")):
         if spelling in SPELLINGS:
@@ -276,9 +256,8 @@ def find_conversion(theirs: str, ours: str) -> UnitConversion | None:
 
 
 def unit_conversion(variable: str, text: str) -> tuple[str, UnitConversion]:
-    """Return the units of a variable here and the conversion from those of the data ("" : the same).
-
-    An unknown variable keeps the units of the data. Raises DataError if there is no conversion.
+    """Return the units of a variable here and the conversion from those of the data, which an unknown one
+    keeps ("": the same). Raises DataError if there is no conversion.
     """
     ours = units(variable)
     conversion = find_conversion(text, ours)
@@ -290,9 +269,8 @@ def unit_conversion(variable: str, text: str) -> tuple[str, UnitConversion]:
 
 
 def expand_levels(names: Iterable[str], levels: Sequence[int]) -> list[str]:
-    """Return the names in order, with atmospheric variables without a level expanded to all `levels` (hPa).
-
-    Without levels nothing is expanded. Raises ConfigError for a variable that occurs twice.
+    """Return the names in order, atmospheric variables without a level on all `levels` (hPa), if there are
+    any. Raises ConfigError for a variable that occurs twice.
     """
     expanded = []
     for name, level in map(split_name, names):

@@ -6,6 +6,7 @@ the third. A layout is right when all of it is what one process gives.
 
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
+from itertools import islice
 from typing import Any
 from unittest.mock import patch
 
@@ -28,9 +29,8 @@ from config import (
     Parallelism,
     Training,
 )
-from datasets.field_dataset import split_sample
 from datasets.grid import area_weights, global_grid
-from datasets.loader import TrainSampler
+from datasets.loader import TrainSampler, split_sample
 from datasets.statistics import Statistics
 from parallelisms.degrees import resolve_degrees
 from planning.dry_run import Recorder
@@ -211,15 +211,14 @@ class SmallRun:
             self.state = build_state(config, assembly)
         self.run = Run(config, assembly, self.state, area, GLOBAL_BATCH)
         self.model, self.objective = assembly.model, self.run.objective
-        self.order = TrainSampler(16, 0, local, layout.accumulation, self.mesh.dp_rank, degrees.dp)
+        self.order = TrainSampler(16, 0, local, self.mesh.dp_rank, degrees.dp)
         self.data = samples(layout.grid, layout.rollout, layout.history)
         self.gradients: dict[str, np.ndarray] = {}  # of the last step, before it was clipped
         self.watch: AbstractContextManager = nullcontext()  # what forward and backward run in
 
     def batches(self, step: int) -> list[Batch]:
         """The micro-batches of step `step`, counted from 0."""
-        number = self.layout.accumulation
-        rows = [self.order.local_batch(step * GLOBAL_BATCH, micro) for micro in range(number)]
+        rows = islice(self.order.at(step * GLOBAL_BATCH), self.layout.accumulation)
         taken = [Batch(self.data[chosen], 21_600 * torch.tensor(chosen)) for chosen in rows]
         return [Batch(fields.to(self.device), times.to(self.device)) for fields, times in taken]
 

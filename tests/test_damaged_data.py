@@ -11,8 +11,7 @@ import zarr
 from numcodecs import LZ4, LZMA, Blosc, Zlib, Zstd
 
 from datasets.archive import open_archive
-from datasets.field_dataset import FieldDataset
-from datasets.loader import TrainLoader, TrainSampler
+from datasets.loader import FieldDataset, Loader, TrainSampler
 from errors import DataError
 
 DATE = "2020-01-01T12:00:00"  # the third
@@ -96,9 +95,9 @@ def samples_of(path: Path) -> FieldDataset:
 def test_a_loader_says_it_in_one_line_too(tmp_path, codec):
     damage(store(tmp_path / "data.zarr", codec))
     samples = samples_of(tmp_path / "data.zarr")
-    loader = TrainLoader(samples, TrainSampler(5, 0, 1, 1, 0, 1), 2, pin=False)
+    loader = Loader(samples, TrainSampler(5, 0, 1, 0, 1), 2)
     with pytest.raises(DataError) as error:
-        for _, _ in zip(range(5), loader.iterate(0), strict=False):
+        for _, _ in zip(range(5), loader, strict=False):
             pass
     text = str(error.value)
     assert text.startswith(str(tmp_path)) and f"2m_temperature at {DATE} cannot" in text and "\n" not in text

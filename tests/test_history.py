@@ -15,8 +15,8 @@ from torch import Tensor
 from config import Data
 from datasets.channels import Channels
 from datasets.conditions import Conditions
-from datasets.field_dataset import split_sample
 from datasets.grid import area_weights, global_grid
+from datasets.loader import split_sample
 from datasets.normalization import Normalizer
 from datasets.selection import open_selection
 from datasets.statistics import Statistics

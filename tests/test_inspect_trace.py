@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from datasets.field_dataset import FieldDataset
+from datasets.loader import FieldDataset
 from tests.recordings import Recording, two_steps_of_a_gpu
 from tests.started_jobs import write_config
 from traces.events import read_trace

@@ -1,16 +1,19 @@
 """The sampler is a function of (seed, step); the loader adds nothing to it."""
 
+from itertools import islice
+
 import numpy as np
 import pytest
 import torch
 
-from datasets.loader import EvaluationSampler, FieldDataset, TrainLoader, TrainSampler
+from datasets.loader import FieldDataset, Loader, TrainSampler, evaluation_batches
 from tests.sample_archives import NAMES, analyses, training_store, values
 
 
 def global_batch(step: int, local: int, accumulation: int, ranks: int) -> list[int]:
-    samplers = [TrainSampler(37, 5, local, accumulation, rank, ranks) for rank in range(ranks)]
-    return [i for micro in range(accumulation) for s in samplers for i in s.local_batch(step * 8, micro)]
+    samplers = [TrainSampler(37, 5, local, rank, ranks).at(step * 8) for rank in range(ranks)]
+    of_ranks = [list(islice(sampler, accumulation)) for sampler in samplers]
+    return [i for micro in zip(*of_ranks, strict=True) for batch in micro for i in batch]
 
 
 @pytest.mark.parametrize("step", [0, 3, 100_000])
@@ -21,17 +24,17 @@ def test_global_batch_is_independent_of_ranks_and_accumulation(step):
 
 
 def test_every_epoch_draws_every_sample_once():
-    sampler = TrainSampler(37, 5, 1, 1, 0, 1)
+    sampler = TrainSampler(37, 5, 1, 0, 1)
     epochs = [[sampler.sample(37 * epoch + i) for i in range(37)] for epoch in range(3)]
     assert all(sorted(epoch) == list(range(37)) for epoch in epochs)
     assert epochs[0] != epochs[1] != epochs[2]
-    assert TrainSampler(37, 6, 1, 1, 0, 1).sample(0) != sampler.sample(0)
+    assert TrainSampler(37, 6, 1, 0, 1).sample(0) != sampler.sample(0)
 
 
 def test_evaluation_visits_every_sample_once_on_any_number_of_ranks():
     for num_samples in (1, 5, 19, 24):
         for ranks in (1, 2, 3, 8):
-            samplers = [EvaluationSampler(num_samples, 4, rank, ranks) for rank in range(ranks)]
+            samplers = [evaluation_batches(num_samples, 4, rank, ranks) for rank in range(ranks)]
             seen = sorted(i for s in samplers for batch in s for i in batch if i >= 0)
             assert seen == list(range(num_samples))
             assert len({len(s) for s in samplers}) == 1  # none waits for another
@@ -50,9 +53,8 @@ def test_dataset_reads_whole_batches(archive):
 
 def first_batches(source, num_workers: int, step: int, count: int) -> list[torch.Tensor]:
     """Fields without missing values, and times, of `count` batches from step `step` on."""
-    sampler = TrainSampler(len(SAMPLES), 0, 2, 1, 0, 1)
-    loader = TrainLoader(FieldDataset(source, NAMES, SAMPLES), sampler, num_workers, pin=False)
-    batches = loader.iterate(2 * step)
+    sampler = TrainSampler(len(SAMPLES), 0, 2, 0, 1).at(2 * step)
+    batches = iter(Loader(FieldDataset(source, NAMES, SAMPLES), sampler, num_workers))
     return [tensor.nan_to_num() for _ in range(count) for tensor in next(batches)]
 
 

@@ -86,6 +86,7 @@ def test_a_selected_step_is_dated_by_its_valid_time_or_refused(tmp_path):
         (711128, "days since 0001-01-01", None, "1948-01-01T00"),
         (711126, "days since 0001-01-01", "proleptic_gregorian", "1948-01-01T00"),
         (711128.25, "days since 0001-01-01 00:00:00", "gregorian", "1948-01-01T06"),
+        (711128 + 1 / 3, "days since 1-1-1", None, "1948-01-01T08"),
         (200000, "days since 1400-03-01", "standard", "1947-10-09T00"),
         (200000, "days since 1400-02-28", "standard", "1947-10-07T00"),
         (150000, "days since 1582-10-04", "standard", "1993-06-21T00"),
@@ -199,7 +200,7 @@ def test_an_array_without_the_selected_label_is_left_out_with_the_reason(tmp_pat
     members = [
         on_cells(name).expand_dims(m=labels, axis=1) for name, labels in (("t2m", [0, 1]), ("sp", [5, 6]))
     ]
-    kinds = [OpenFile.of_dataset("a.grib", each.to_dataset()) for each in members]
+    kinds = [OpenFile("a.grib", each.to_dataset().variables, {}) for each in members]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("datasets.source.open_files", lambda path, access: kinds)
         fields, unreadable = open_fields("a.grib", {"m": "1"})

@@ -10,7 +10,7 @@ import xarray as xr
 from config import Data
 from datasets.archive import open_archive
 from datasets.channels import Channels
-from datasets.field_dataset import LaterFields
+from datasets.loader import LaterFields
 from datasets.options import check_data
 from errors import ConfigError
 from evaluate import main as evaluate

@@ -3,7 +3,6 @@
 import json
 import resource
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,26 +11,14 @@ import pytest
 import torch
 import xarray as xr
 import zarr
-from torch.utils.data import Sampler
 
 from datasets import convert
 from datasets.archive import TrainingStore, open_archive
-from datasets.field_dataset import FieldDataset
-from datasets.loader import Loader, TrainLoader, TrainSampler
+from datasets.loader import FieldDataset, Loader, TrainSampler
 from errors import DataError
 from tests.sample_archives import analyses, weatherbench
 
 NAME = "2m_temperature"
-
-
-class Batches(Sampler[list[int]]):
-    """Given batches of samples."""
-
-    def __init__(self, batches: list[list[int]]) -> None:
-        self.batches = batches
-
-    def __iter__(self) -> Iterator[list[int]]:
-        return iter(self.batches)
 
 
 SAMPLES = np.array([[0, 1], [1, 2], [2, 3], [3, 4]])
@@ -73,7 +60,7 @@ def test_fields_equal_those_of_zarr_python(tmp_path, dtype):
     assert isinstance(archive, TrainingStore)
     np.testing.assert_array_equal(archive.read_block(0, 5, [NAME])[:, 0], truth)
     dataset = FieldDataset(archive, [NAME], np.arange(5)[:, None])
-    fields = torch.cat([batch.clone() for batch, _ in Loader(dataset, Batches([[0, 1, 2], [3, 4]]), 2)])
+    fields = torch.cat([batch.clone() for batch, _ in Loader(dataset, [[0, 1, 2], [3, 4]], 2)])
     assert fields.dtype == (torch.float16 if dtype == "f2" else torch.float32)
     np.testing.assert_array_equal(dataset.unpack(fields)[:, 0, 0].numpy(), truth)
     part = open_archive(path, region=(70.0, 40.0, -50.0, 280.0)).read_block(0, 5, [NAME])[:, 0]
@@ -82,7 +69,7 @@ def test_fields_equal_those_of_zarr_python(tmp_path, dtype):
 
 @pytest.mark.parametrize("threads", [0, 1, 3])
 def test_threads_read_the_batches_of_the_sampler(dataset, threads):
-    batches = [dataset.unpack(fields).clone() for fields, _ in Loader(dataset, Batches(BATCHES), threads)]
+    batches = [dataset.unpack(fields).clone() for fields, _ in Loader(dataset, BATCHES, threads)]
     assert all(equal(a, b) for a, b in zip(batches, read_plainly(dataset), strict=True))
 
 
@@ -100,7 +87,7 @@ def test_batches_that_are_in_use_are_not_overwritten(tmp_path, threads, use):
     """With float32 stores, of which `float` makes no copy."""
     archive = open_archive(write_store(tmp_path / "a.zarr", "f4")[0])
     dataset = FieldDataset(archive, [NAME], SAMPLES)
-    used = [USES[use](fields) for fields, _ in Loader(dataset, Batches(BATCHES), threads)]
+    used = [USES[use](fields) for fields, _ in Loader(dataset, BATCHES, threads)]
     for each, batch in zip(used, read_plainly(dataset), strict=True):
         found = each._saved_other if use.startswith("saved") else torch.as_tensor(each)
         assert equal(found, torch.as_tensor(USES[use](batch)) if "saved" not in use else batch)
@@ -108,7 +95,7 @@ def test_batches_that_are_in_use_are_not_overwritten(tmp_path, threads, use):
 
 def test_memory_of_a_batch_is_used_again_when_nothing_refers_to_it(dataset):
     places = set()
-    for fields, _ in Loader(dataset, Batches(20 * BATCHES[:4]), 2):
+    for fields, _ in Loader(dataset, 20 * BATCHES[:4], 2):
         places.add(fields.data_ptr())
     assert len(places) <= 4 + 3 + 2  # read ahead; in use, given before, begun; just filled by a thread
 
@@ -122,18 +109,18 @@ def test_a_state_of_several_samples_is_decoded_once(dataset, monkeypatch):
         fill(self, date, variables, out)
 
     monkeypatch.setattr(TrainingStore, "fill", count)
-    fields, _ = next(iter(Loader(dataset, Batches([[0, 1, 2, 3]]), 1)))
+    fields, _ = next(iter(Loader(dataset, [[0, 1, 2, 3]], 1)))
     assert sorted(read) == [0, 1, 2, 3, 4]
     assert equal(dataset.unpack(fields), dataset.__getitems__([0, 1, 2, 3])[0])
 
 
 def test_a_missing_date_is_missing_values(dataset):
-    (fields, _), *_ = Loader(dataset.with_dates(np.array([[0, -1]])), Batches([[0]]), 2)
+    (fields, _), *_ = Loader(dataset.with_dates(np.array([[0, -1]])), [[0]], 2)
     assert torch.isnan(fields[0, 1]).all() and torch.isfinite(fields[0, 0]).any()
 
 
 def test_a_loader_that_was_left_starts_again(dataset):
-    loader = Loader(dataset, Batches(BATCHES), 2)
+    loader = Loader(dataset, BATCHES, 2)
     next(iter(loader))
     expected = read_plainly(dataset)
     assert all(equal(dataset.unpack(fields), b) for (fields, _), b in zip(loader, expected, strict=True))
@@ -209,7 +196,7 @@ def test_forty_arrays_are_read_with_256_open_files(tmp_path):
     try:
         archive = open_archive(path)
         dataset = FieldDataset(archive, archive.variables, np.arange(5)[:, None])
-        batches = TrainLoader(dataset, TrainSampler(5, 0, 1, 1, 0, 1), 2, False).iterate(0, num_dates=1)
+        batches = iter(Loader(dataset, TrainSampler(5, 0, 1, 0, 1), 2))
         assert len([next(batches) for _ in range(10)]) == 10
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, limits)

@@ -8,7 +8,7 @@ import pytest
 import xarray as xr
 
 from config import Data
-from datasets.dates import evenly_spaced
+from datasets.archive import evenly_spaced
 from datasets.options import parse_period
 from datasets.selection import open_selection
 from errors import DataError

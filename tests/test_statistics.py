@@ -17,8 +17,7 @@ from datasets.archive import Archive, TrainingStore, open_archive
 from datasets.channels import Channels
 from datasets.grid import area_weights
 from datasets.normalization import Normalizer
-from datasets.plausibility import refuse_fills
-from datasets.statistics import Statistics, load_statistics, read_changes
+from datasets.statistics import Statistics, load_statistics, read_changes, refuse_fills
 from errors import DataError
 from tests.sample_archives import NAMES, analyses, training_store, values, weatherbench
 

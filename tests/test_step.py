@@ -4,14 +4,14 @@ weights in one that accumulates gradients.
 
 from dataclasses import replace
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, Self
 
+import numpy as np
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from config import Checkpoint, Config, Metrics, Training, Validation
-from datasets.loader import TrainSampler
 from errors import DataError
 from parallelisms.mesh import from_first_rank
 from tests.parity import Layout, SmallRun
@@ -50,30 +50,37 @@ def test_what_changes_the_schedule() -> None:
     assert not any(actions_after(off, step, asked_to_stop=True).save for step in (5, 20, 100))
 
 
-class CountingLoader:
-    """A loader of batches that contain their position in the sequence of samples."""
+class SamplesWithoutFields:
+    """A dataset of 100 samples, without their fields."""
 
-    dataset = SimpleNamespace(unpack=lambda fields: fields)
+    samples = np.zeros((100, 2), int)
 
-    def __init__(self) -> None:
-        self.sampler = TrainSampler(100, 0, 2, 1, 0, 1)
-        self.starts: list[tuple[int, int]] = []
+    def __len__(self) -> int:
+        return len(self.samples)
 
-    def iterate(self, taken: int, shuffle: int = 0, **_: int):
-        self.starts.append((taken, shuffle))
-        for first in range(taken, 1000, 2):
-            yield torch.full((2, 1), float(first)), torch.zeros(2, dtype=torch.int64)
+    def with_dates(self, samples: np.ndarray) -> Self:
+        return self
+
+    def unpack(self, fields: torch.Tensor) -> torch.Tensor:
+        return fields
 
 
 def test_the_loader_goes_where_progress_stands(monkeypatch) -> None:
     """On with the next samples; back after a rollback; the same again after a step that was not taken."""
-    loader, progress = CountingLoader(), Progress()
-    monkeypatch.setattr("training.batches.TrainLoader", lambda *_, **__: loader)
+    starts, progress = [], Progress()
+
+    def load(dataset, sampler, *_, **__):
+        """Yield batches that contain their position in the sequence of samples."""
+        starts.append((sampler.start, sampler.shuffle))
+        for first in range(sampler.start, 1000, 2):
+            yield torch.full((2, 1), float(first)), torch.zeros(2, dtype=torch.int64)
+
+    monkeypatch.setattr("training.batches.Loader", load)
     config = Config(training=Training(local_batch_size=2))
     mesh = SimpleNamespace(dp_rank=0, degrees=SimpleNamespace(dp=1))
     model: Any = SimpleNamespace(device=torch.device("cpu"), mesh=mesh)
     state: Any = SimpleNamespace(progress=progress)
-    dataset: Any = [0] * 100
+    dataset: Any = SamplesWithoutFields()
     batches = Batches(dataset, config, state, model, 4)
 
     def firsts() -> list[int]:
@@ -81,12 +88,12 @@ def test_the_loader_goes_where_progress_stands(monkeypatch) -> None:
 
     assert len(batches) == 2 and firsts() == [0, 2]
     progress.advance(4)
-    assert firsts() == [4, 6] and loader.starts == [(0, 0)]
-    assert firsts() == [4, 6] and loader.starts == [(0, 0), (4, 0)]
+    assert firsts() == [4, 6] and starts == [(0, 0)]
+    assert firsts() == [4, 6] and starts == [(0, 0), (4, 0)]
     progress.advance(4)
-    assert firsts() == [8, 10] and len(loader.starts) == 2
+    assert firsts() == [8, 10] and len(starts) == 2
     progress.samples, progress.rollbacks = 4, 1
-    assert firsts() == [4, 6] and loader.starts[-1] == (4, 1)
+    assert firsts() == [4, 6] and starts[-1] == (4, 1)
     assert batches.epoch == 0.04
 
 

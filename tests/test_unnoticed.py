@@ -14,8 +14,7 @@ import forecast
 from datasets.archive import open_archive
 from datasets.convert import main as convert
 from datasets.describe import main as describe
-from datasets.plausibility import refuse_fills
-from datasets.selection import check_static
+from datasets.statistics import check_static, refuse_fills
 from errors import ConfigError, DataError
 from tests.forecasts import analyses as scored_analyses
 from tests.forecasts import evaluate_one, forecasts, grid, write

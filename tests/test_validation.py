@@ -6,9 +6,8 @@ import torch
 
 from datasets.archive import open_archive
 from datasets.convert import main
-from datasets.field_dataset import FieldDataset
 from datasets.grid import area_weights
-from datasets.loader import Loader
+from datasets.loader import FieldDataset, Loader
 from datasets.selection import Selection
 from errors import ConfigError
 from tests.sample_archives import NAMES, analyses, values, weatherbench
@@ -145,7 +144,7 @@ def test_samples_do_not_depend_on_how_they_are_read(one_rank, tmp_path, area, dt
         dataset = FieldDataset(archive, NAMES, selection.samples_by_lead("validation", [1]))
         validation = Validation(dataset, [1], 6, area.device, 2, workers)
         scores = validation.run(persistence, {}, lambda p, t: (p - t).nan_to_num().square().mean())
-        batches = [dataset.unpack(fields) for fields, _ in Loader(dataset, validation.sampler)]
+        batches = [dataset.unpack(fields) for fields, _ in Loader(dataset, validation.batches)]
         later = torch.cat(batches)[:, 1]
         assert later.isfinite().flatten(1).any(1).tolist() == [True, False, True, True]
         found.append((scores.num_dates, scores.loss, scores.values("rmse").tolist()))

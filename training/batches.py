@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 
 from config import Config, Training
-from datasets.field_dataset import FieldDataset
-from datasets.loader import TrainLoader, TrainSampler
+from datasets.loader import FieldDataset, Loader, TrainSampler
 from datasets.options import COPIES_AHEAD
 from errors import ConfigError
 from jobs.heartbeat import span
@@ -23,7 +22,7 @@ logger = logging.getLogger("rossby")
 
 
 class Batch(NamedTuple):
-    """A micro-batch: windows (datasets/field_dataset.py) and the states of the next R model steps."""
+    """A micro-batch: windows (datasets/loader.py) and the states of the next R model steps."""
 
     fields: Tensor  # (B, h + R, V, H, W) physical, float32, NaN where a value is missing
     times: Tensor  # (B,) dates of the windows, seconds since 1970
@@ -46,16 +45,10 @@ class Batches:
         self.device, self.global_batch, self.frozen = model.device, global_batch, config.lora.rank > 0
         self.rollouts = Rollouts.of(training)
         self.micro_batches = global_batch // (training.local_batch_size * degrees.dp)
-        sampler = TrainSampler(
-            len(dataset),
-            training.seed,
-            training.local_batch_size,
-            self.micro_batches,
-            model.mesh.dp_rank,
-            degrees.dp,
+        self.dataset, self.num_threads = dataset, config.data.num_workers
+        self.sampler = TrainSampler(
+            len(dataset), training.seed, training.local_batch_size, model.mesh.dp_rank, degrees.dp
         )
-        is_pinned = self.device.type == "cuda"
-        self.loader = TrainLoader(dataset, sampler, config.data.num_workers, pin=is_pinned)
         self.iterator: Iterator[Batch] = iter(())
         self.position: tuple[int, int, int] | None = None  # samples, rollbacks, steps that the iterator is at
         self.rollout_steps, self.passes = 0, 0  # of the last step; a sample's cost in forward passes
@@ -72,7 +65,7 @@ class Batches:
     @property
     def epoch(self) -> float:
         """Return the number of passes through the samples."""
-        return self.progress.samples / self.loader.sampler.num_samples
+        return self.progress.samples / self.sampler.num_samples
 
     def __iter__(self) -> Iterator[Batch]:
         # -- where the loader has to be
@@ -81,13 +74,10 @@ class Batches:
         if length != self.rollout_steps and self.rollouts.longest > 1:
             logger.info(f"rollouts of {length} steps from step {step} on")
         if self.position != (progress.samples, progress.rollbacks, length):
-            loaded = self.loader.iterate(
-                progress.samples,
-                progress.rollbacks,
-                num_dates=self.history + length,
-                accumulation=self.micro_batches,
-            )
-            self.iterator = on_device(loaded, self.device)
+            sampler = self.sampler.at(progress.samples, progress.rollbacks)
+            dataset = self.dataset.with_dates(self.dataset.samples[:, : self.history + length])
+            loader = Loader(dataset, sampler, self.num_threads, pin=self.device.type == "cuda")
+            self.iterator = on_device(iter(loader), self.device)
         # -- the micro-batches of one step
         self.position, self.seconds = None, 0.0
         self.rollout_steps, self.passes = length, self.rollouts.passes(length, self.frozen)
@@ -96,7 +86,7 @@ class Batches:
                 started = time.perf_counter()
                 fields, times = next(self.iterator)
                 self.seconds += time.perf_counter() - started
-                batch = Batch(self.loader.dataset.unpack(fields), times)
+                batch = Batch(self.dataset.unpack(fields), times)
             yield batch
             del batch, fields  # their memory is free before the next ones are unpacked
         self.position = progress.samples + self.global_batch, progress.rollbacks, length

@@ -1,7 +1,7 @@
 """The loss of a batch, on this rank's shard of it, and of whole fields in validations.
 
 Shapes: B batch, M members of a sample (1 without an ensemble), which lie next to each other in the batch dim;
-h states of a window (datasets/field_dataset.py), V variables, H latitudes, W longitudes.
+h states of a window (datasets/loader.py), V variables, H latitudes, W longitudes.
 """
 
 from collections.abc import Callable

@@ -7,7 +7,7 @@ step. Therefore rollouts work on every layout, and each further step costs the m
 forward pass.
 
 Shapes: B batch, M members of each sample (1 without an ensemble), h states of a window
-(datasets/field_dataset.py), R steps, V variables, H latitudes, W longitudes.
+(datasets/loader.py), R steps, V variables, H latitudes, W longitudes.
 """
 
 from itertools import count
@@ -15,7 +15,7 @@ from itertools import count
 import torch
 from torch import Tensor
 
-from datasets.field_dataset import split_sample
+from datasets.loader import split_sample
 from jobs.heartbeat import span
 from training.batches import Batch
 from training.objective import Objective

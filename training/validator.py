@@ -15,7 +15,7 @@ import torch.distributed as dist
 from checkpoints.checkpointer import Checkpointer
 from checkpoints.files import BEST, complete_steps, read_best
 from config import RANDOM, Config
-from datasets.field_dataset import FieldDataset, LaterFields
+from datasets.loader import FieldDataset, LaterFields
 from datasets.selection import Selection
 from datasets.statistics import Statistics
 from jobs.durable_files import read_records, write_durably

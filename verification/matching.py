@@ -21,8 +21,8 @@ from torch import Tensor
 from datasets.archive import Archive
 from datasets.grid import Grid
 from datasets.normalization import boundary_cells
-from datasets.plausibility import refuse_fills
 from datasets.regrid import Regridder
+from datasets.statistics import refuse_fills
 from datasets.variables import UnitConversion, find_conversion, group_levels
 from errors import DataError
 from verification.climatology import Climatology

@@ -34,9 +34,9 @@ from zarr.codecs import BloscCodec
 from datasets.archive import Archive
 from datasets.fields import Field, NamedFields
 from datasets.grid import Grid
-from datasets.plausibility import refuse_fills
 from datasets.remote import NO_OPTIONS, Access
 from datasets.source import FORECAST_ROLES, find_files, open_fields, open_files
+from datasets.statistics import refuse_fills
 from datasets.variables import STANDARD_NAMES, group_levels, split_name, units
 from errors import ConfigError, DataError
 

@@ -1,7 +1,7 @@
 """Scoring forecasts over every date of a period, exactly once, on any number of ranks.
 
 The sums over dates are those of evaluate.py. Shapes: B dates, M members of an ensemble (1 of any other
-forecast), h states of a window (datasets/field_dataset.py), L leads, V variables, H latitudes, W longitudes,
+forecast), h states of a window (datasets/loader.py), L leads, V variables, H latitudes, W longitudes,
 n dates in all.
 """
 
@@ -14,8 +14,7 @@ import torch.distributed as dist
 import xarray as xr
 from torch import Tensor
 
-from datasets.field_dataset import FieldDataset, split_sample
-from datasets.loader import EvaluationSampler, Loader
+from datasets.loader import FieldDataset, Loader, evaluation_batches, split_sample
 from verification.rollout import Forecast
 from verification.scores import RegionMeans, date_statistics, final_scores, statistic_names
 from verification.scores_by_date import DIMS, Example
@@ -115,9 +114,9 @@ class Validation:
         num_states = dataset.samples.shape[1] - dataset.history
         self.steps = list(lead_steps) if num_states == len(lead_steps) else [1, *lead_steps]
         self.mean = RegionMeans(dataset.archive.grid, ["global"], device)
-        self.sampler = EvaluationSampler(len(dataset), batch_size, *part)
+        self.batches = evaluation_batches(len(dataset), batch_size, *part)
         # One batch ahead: each has the truth at every lead.
-        self.loader = Loader(dataset, self.sampler, min(num_workers, 1), pin=device.type == "cuda")
+        self.loader = Loader(dataset, self.batches, min(num_workers, 1), pin=device.type == "cuda")
         self.known: dict[str, xr.Dataset] = {}
 
     @torch.no_grad()
@@ -140,7 +139,7 @@ class Validation:
             coords = {"region": ["global"], "score": list(scores)}
             statistics[name] = torch.zeros(shape, dtype=torch.float64, device=self.device), coords
         losses = torch.zeros((2, len(self.dataset)), dtype=torch.float64, device=self.device)
-        for indices, (fields, times) in zip(self.sampler.batches, self.loader, strict=True):
+        for indices, (fields, times) in zip(self.batches, self.loader, strict=True):
             if is_ended and is_ended():
                 raise ValidationEnded
             fields, times = self.dataset.unpack(fields.to(self.device)), times.to(self.device)
