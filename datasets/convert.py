@@ -16,6 +16,7 @@ if __name__ == "__main__":
     end_at_signals()  # before the imports, which take a second
 
 import ctypes
+import errno
 import fcntl
 import glob
 import hashlib
@@ -206,6 +207,8 @@ def lock(target: Path, request: Request) -> Iterator[None]:
         target.parent.mkdir(parents=True, exist_ok=True)
         file = (target.parent / f".{target.name}.lock").open("w")
     except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):  # can be repaired: no bad input
+            raise RunFailed(f"{key} {place!r} cannot be written ({error.strerror}); make room") from None
         reason = f"it cannot be written to ({error.strerror}); name another"
         refuse(key, place, reason + " with data.store_path" * request.from_config)
     # -- of several runs that start on the same source the first converts it, and the others wait and read
