@@ -1,7 +1,6 @@
-"""Archives: dates, names, static fields, pickling and speed; and the real analyses in ../shared/data."""
+"""Archives: dates, names, static fields; and the real analyses in ../shared/data."""
 
 import os
-import pickle
 from pathlib import Path
 
 import numpy as np
@@ -15,13 +14,7 @@ from datasets.regrid import Regridder
 from datasets.selection import read_static_field
 from errors import DataError
 from tests.odd_data import TARGET, rewrite
-from tests.sample_archives import (
-    NAMES,
-    cds_old,
-    file_a_year,
-    weatherbench,
-    write,
-)
+from tests.sample_archives import weatherbench, write
 
 DATA = Path(__file__).parents[1] / "../shared/data"
 U10, V10 = "10m_u_component_of_wind", "10m_v_component_of_wind"
@@ -36,17 +29,6 @@ def needs(path: str) -> str:
         if not place.exists():
             pytest.skip(f"{DATA} is absent")
     return str(place)
-
-
-def test_archive_is_picklable(tmp_path: Path, truth: xr.Dataset):
-    for layout in (weatherbench, file_a_year, cds_old):
-        folder = tmp_path / layout.__name__
-        folder.mkdir()
-        archive = write(layout, folder, truth)
-        before = archive.read(2, NAMES)
-        copy = pickle.loads(pickle.dumps(archive))
-        np.testing.assert_array_equal(copy.read(2, NAMES), before)
-        assert copy.index("2020-01-01T00") == 3
 
 
 def test_dates_that_only_some_files_have(tmp_path: Path, truth: xr.Dataset):

@@ -9,7 +9,6 @@ import zarr
 from numcodecs import Blosc
 from zarr.codecs import BloscCodec
 
-from datasets.archive import open_archive
 from datasets.grid import Grid
 from datasets.shards import register_codecs
 from datasets.statistics import Statistics
@@ -82,16 +81,3 @@ def test_a_variable_that_never_changes_is_said(tmp_path, caplog):
     names, step = ["2m_temperature", "geopotential:500"], np.timedelta64(6 * 3600, "s")
     Statistics.of(archive, names, np.arange(5), step)
     assert caplog.text.count("in all cells") == 1 and "2m_temperature is 280 in all cells" in caplog.text
-
-
-@pytest.mark.filterwarnings("error")
-@pytest.mark.parametrize("axis", ["time", "longitude"])
-def test_coordinates_without_numbers_are_refused_without_warnings(tmp_path, axis):
-    ds = analyses()
-    numbers = np.full(ds.sizes[axis], np.nan)
-    ds = ds.assign_coords(
-        {axis: (axis, numbers, {"units": "hours since 2020-01-01"} if axis == "time" else {})}
-    )
-    ds.to_netcdf(tmp_path / "data.nc", engine="h5netcdf")
-    with pytest.raises(DataError, match="cannot read"):
-        open_archive(str(tmp_path / "data.nc"))

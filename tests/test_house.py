@@ -29,7 +29,6 @@ ROOT_FILES |= {"requirements.txt", "requirements-extras.txt"}
 VAGUE_NAMES = {"utils", "util", "common", "helpers", "helper", "misc", "manager"}
 # Checkpoints hold tensors and plain data: who pickles says why here.
 PICKLES = {
-    "tests/test_archive.py",  # archives travel to the workers of a conversion
     "checkpoints/files.py",  # DCP's .metadata, through a list of what it may hold
     "parallelisms/peer_messages.py",  # what ranks send each other, through a list of what it may hold
     "tests/test_checkpoint_files.py",  # a crafted one

@@ -13,7 +13,6 @@ import xarray as xr
 
 from datasets.archive import open_archive
 from datasets.grid import Grid
-from datasets.source import decode_times
 from errors import DataError
 from tests.sample_archives import (
     CDS,
@@ -217,34 +216,3 @@ def test_missing_package_and_unknown_protocol_are_named(monkeypatch: pytest.Monk
         open_archive("gs://bucket/era5.zarr")
     with pytest.raises(DataError, match="cannot read 'nfs9://bucket/era5.zarr': .*nfs9"):
         open_archive("nfs9://bucket/era5.zarr")
-
-
-@pytest.mark.parametrize(
-    ("value", "units", "date"),
-    [
-        (6, "hours since 1900-1-1", "1900-01-01T06"),
-        (6, "hours since 1900-01-01 00:00:0.0", "1900-01-01T06"),
-        (6, "hours since 1900-01-01T00:00:00Z", "1900-01-01T06"),
-        (0, "hours since 1900-01-01 00:00 UTC", "1900-01-01T00"),
-        (0, "hours since 1900-01-01 00:00:00 +02:00", "1899-12-31T22"),
-        (0, "hours since 1900-01-01 06:00:00 -6:00", "1900-01-01T12"),
-        (0, "hours since 1900-01-01T06:00-0600", "1900-01-01T12"),
-        (0.25, "days since 2000-02-29", "2000-02-29T06"),
-        (9 * 10**9, "seconds since 1970-01-01", "2255-03-14T16"),
-    ],
-)
-def test_times_count_from_utc(value: float, units: str, date: str):
-    assert decode_times(xr.Variable("time", [value], {"units": units}))[0] == np.datetime64(date, "s")
-
-
-@pytest.mark.parametrize(
-    "attrs",
-    [
-        {"units": "months since 2000-01-01"},
-        {"units": "hours since 2000-01-01", "calendar": "noleap"},
-        {"units": "hours since 1900-01-01 00:00 Central European"},
-    ],
-)
-def test_other_times_are_refused(attrs: dict):
-    with pytest.raises(DataError, match="its time has"):
-        decode_times(xr.Variable("time", np.array([0, 6]), attrs))
