@@ -6,7 +6,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from config import ActivationCheckpoint, Float8, Lora, Model
 from models.initialization import init_weights
@@ -18,7 +20,6 @@ from parallelisms.degrees import Degrees
 from parallelisms.float8 import apply_float8
 from planning.memory import block_activations, unit_bytes
 from planning.workload import Workload, architecture_of
-from tests.storages import bytes_alive
 
 RECOMPUTING = ("full", "every_n_blocks", "selective")
 MODES = ("none", *RECOMPUTING)
@@ -59,6 +60,38 @@ def gradients(model: nn.Module) -> dict[str, Tensor]:
 
 
 # -- bytes
+
+
+class Storages(TorchDispatchMode):
+    """Every storage made while active, and which of them still live: autograd's and the policy's alike."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.made: dict[int, tuple[StorageWeakRef, int]] = {}
+        self.weights: set[int] = set()  # autocast's copies: a matter of parameters, not of tokens
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(out):
+            if isinstance(tensor, Tensor):
+                storage = tensor.untyped_storage()
+                self.made.setdefault(storage._cdata, (StorageWeakRef(storage), storage.nbytes()))
+                if func is torch.ops.aten._to_copy.default and isinstance(args[0], nn.Parameter):
+                    self.weights.add(storage._cdata)
+        return out
+
+    def live_bytes(self, model: nn.Module) -> int:
+        own = {p.untyped_storage()._cdata for p in model.parameters()} | self.weights
+        return sum(n for key, (ref, n) in self.made.items() if key not in own and not ref.expired())
+
+
+def bytes_alive(model: nn.Module, x: Tensor, autocast: bool, *keys: Tensor) -> int:
+    """After model(x, *keys), without parameters and autocast's copies of them."""
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast), Storages() as storages:
+        out = model(x, *keys)
+    alive = storages.live_bytes(model)
+    del out
+    return alive
 
 
 def bytes_saved(model: nn.Module, x: Tensor) -> int:

@@ -92,14 +92,6 @@ def test_numbers_are_those_of_eager(mode: str, backend: str) -> None:
     assert [name for name, _ in model.named_modules()] == [name for name, _ in reference.named_modules()]
 
 
-@pytest.mark.slow
-def test_numbers_of_inductor() -> None:
-    """With the default backend: C++ on a CPU, so g++ has to be there."""
-    model = build(2, "selective")
-    apply_compile(model)
-    assert_same_step(model, build(2))
-
-
 def test_one_compilation_under_fsdp(one_rank: torch.device) -> None:
     model, graphs = build(4, "selective"), CompileCounterWithBackend("aot_eager")
     apply_compile(model, backend=graphs)
