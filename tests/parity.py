@@ -500,7 +500,7 @@ lora, pp 2, 1f1b; lora, pp 2, gpipe; lora, pp 2, interleaved; lora, pp 2, interl
 lora, pp 2, zbv zero-bubble; lora, hsdp 2 x 2; lora, rollout 2, fsdp 2; lora, crps of 3, fsdp 2
 """)
 ROLLED = rows("""
-roll, accumulation 2; roll, ddp 2; roll, tp 2, odd grid; roll, ulysses 2;
+roll, accumulation 2; roll, ddp 2; roll, fsdp 2, inductor; roll, tp 2, odd grid; roll, ulysses 2;
 roll, all-gather 2, odd grid; roll, ring 2, odd tokens; roll, u-net, tiles 1 x 2; roll, pp 2, 1f1b;
 roll, lora, fsdp 2; roll, windows, drop, fsdp 2; roll, history 2, rollout 4, fsdp 2 x tp 2;
 roll, crps of 3, rollout 2, ring 2; roll, roles, rollout 2, pp 2, 1f1b;
