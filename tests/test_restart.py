@@ -1,7 +1,6 @@
 """Objects that continue from a step: in a new run, a resumed one, and after a rollback."""
 
 import gc
-import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,7 @@ from config import Checkpoint
 from tests.parity import Layout, SmallRun
 from tests.planned import run_train
 from tests.resharding import KINDS
-from tests.started_jobs import losses, run_options, small_dataset, small_wave, write_config
+from tests.started_jobs import run_options, small_dataset, small_wave, write_config
 from training.run_folder import Restart, load
 
 PERIODS = {"train_period": ["2020-01-01", "2020-01-09"], "validation_period": ["2020-01-11", "2020-01-12"]}
@@ -151,24 +150,3 @@ def save_two(folder: Path) -> None:
     for step in (1, 2):
         checkpointer.save(step, {"model.weight": torch.full((3,), float(step))})
     checkpointer.close()
-
-
-def test_a_best_checkpoint_of_an_abandoned_branch_sets_no_bar(tmp_path):
-    """Newer checkpoints were removed by hand, so that the run goes on from an earlier one."""
-    config = write_config(
-        tmp_path,
-        small_dataset({"10m_u_component_of_wind": small_wave(60)}),
-        data=PERIODS,
-        training={"steps": 6},
-        checkpoint={"interval": 2, "keep_best": "val/loss", "keep_latest_k": 0},
-        validation={"enable": True, "interval": 2, "lead_hours": [6]},
-    )
-    options = run_options(config, tmp_path / "run")
-    run_train(*options)
-    best = tmp_path / "run/best/best.json"
-    best.write_text(best.read_text().replace('"value": ', '"value": -'))  # as good as none will be
-    assert '"step": 2' not in best.read_text()
-    for step in (4, 6):
-        shutil.rmtree(step_folder(tmp_path / "run/checkpoints", step))
-    run_train(*options, "--optimizer.lr", "1e-4")
-    assert '"value": -' not in best.read_text() and sorted(losses(tmp_path / "run")) == list(range(1, 7))

@@ -149,29 +149,6 @@ def test_an_exported_step_is_that_of_the_forecast(folder: Path, scores, tmp_path
         np.testing.assert_allclose(after[0, position], stored[name].values[0, 0], atol=1e-4)
 
 
-def test_a_run_is_resumed_exactly(folder: Path, tmp_path: Path) -> None:
-    more = ["--checkpoint.interval", "10", "--training.rollout_steps", "[2]", "--lr_scheduler.decay_type"]
-    found = []
-    for name, stops in (("whole", ("20",)), ("resumed", ("10", "20"))):
-        for stop in stops:
-            own = [*options(folder)[:2], "--job.dump_folder", str(tmp_path / name), "--training.steps", stop]
-            found.append(run([*own, *more, "constant", "--metrics.log_freq", "1"]))
-    assert found[0]["val/loss"] == found[2]["val/loss"] != found[1]["val/loss"]
-
-
-def test_weights_start_a_run_on_another_grid(folder: Path, scores, tmp_path: Path, caplog) -> None:
-    """A few steps on a part of the globe, with another variable, are enough with the weights of the globe."""
-    start = ["--checkpoint.initial_load_path", str(folder / "run")]
-    part = ["--data.region", "[75, 0, -45, 180]", "--training.steps", "2"]
-    part += ["--data.diagnostic_variables", "[]", "--lr_scheduler.warmup_steps", "0"]
-    tuned, fresh = (
-        run([*options(folder)[:3], str(tmp_path / name), *part, *more])
-        for name, more in (("tuned", start), ("fresh", []))
-    )
-    assert tuned[f"val/rmse/{WIND}"] < 0.5 * fresh[f"val/rmse/{WIND}"]
-    assert "interpolated from" in caplog.text and f"no longer used: {RAIN}" in caplog.text
-
-
 def test_later_forcings_are_read_by_date(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
     archive = open_archive(str(folder / "shuffled.zarr"))
     read = LaterFields(archive, [SEA])

@@ -156,17 +156,6 @@ def test_fields_are_weather(record: xr.Dataset) -> None:
     assert 0.03 < land.mean() < 0.4 and record.geopotential_at_surface.where(land).min() > 1000
 
 
-def test_persistence_worsens_with_lead_time(record: xr.Dataset) -> None:
-    area = np.cos(np.radians(record.latitude))
-    for name in ("geopotential", "u_component_of_wind", "v_component_of_wind", "total_column_water_vapour"):
-        season = record[name].isel(time=slice(0, 24))
-        errors = [season - season.shift(time=steps) for steps in (1, 4)]
-        six, day = (
-            np.sqrt((error**2).weighted(area).mean(["time", "latitude", "longitude"])) for error in errors
-        )
-        assert (six > 0).all() and (day > 1.5 * six).all(), name
-
-
 def test_the_record_has_no_noise_at_the_grid_scale(record: xr.Dataset) -> None:
     power = np.abs(np.fft.rfft(record.v_component_of_wind, axis=-1)).mean((0, 2)) ** 2
     assert (power[:, 16:22] < 0.01 * power.max(axis=1, keepdims=True)).all()

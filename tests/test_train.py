@@ -95,12 +95,6 @@ def test_a_run_leaves_what_the_contract_names_and_learns(config_file, tmp_path):
         assert last[f"val/rmse/{name}"] < last[f"val/rmse_training_mean/{name}"]
 
 
-@pytest.mark.parametrize(("dtype", "tolerance"), [("bfloat16", 0.03), ("float16", 0.01)])
-def test_half_precision_follows_float32(plain, config_file, tmp_path, dtype, tolerance):
-    half = run(config_file, tmp_path / "half", "--training.mixed_precision_param", dtype)
-    np.testing.assert_allclose(losses(half), losses(plain), rtol=tolerance)
-
-
 def test_a_killed_run_goes_on_to_the_bit(start_job, config_file, tmp_path):
     options = ["--checkpoint.enable", "--checkpoint.interval", "10", "--training.steps", "40"]
     reference = run(config_file, tmp_path / "reference", *options)
@@ -120,13 +114,6 @@ def test_a_run_that_diverges_says_where_it_ended(config_file, tmp_path, saves):
     message = r"of the last .*on ranks \[0\].*no checkpoint to go back to; lower optimizer.lr"
     with pytest.raises(TrainingDiverged, match=message):
         run(config_file, tmp_path / "run", *options)
-
-
-def test_weights_by_change_and_relative_loss_train(config_file, tmp_path):
-    by_change = ["--training.weight_by_change", "--training.loss", "mae"]
-    for option in (by_change, ["--training.loss", "relative_l2"]):
-        values = losses(run(config_file, tmp_path / option[0].strip("-"), *option))
-        assert np.isfinite(values).all() and values[-1] < values[0]
 
 
 def test_deterministic_switch_is_set_and_unset(config_file, tmp_path):
