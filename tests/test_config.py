@@ -301,7 +301,6 @@ def test_the_folder_of_a_run_is_its_configuration(tmp_path: Path, folder: Path) 
 
 # Through the door: program, processes, arguments, what the line says.
 STARTED = [
-    ("./run_train.sh", 1, "--trainning.steps 3", "did you mean training?"),
     ("./run_train.sh", 2, f"{REPLICATE} 3", "the run has 2 rank(s)"),
     ("train.py", 1, "--data.path /nowhere", "data.path = '/nowhere'"),
 ]

@@ -186,16 +186,3 @@ def test_a_start_in_a_folder_that_was_removed_is_one_line(tmp_path):
     done = subprocess.run(["sh", "-c", command], capture_output=True, text=True, timeout=60)
     assert done.returncode == 2 and len(done.stderr.splitlines()) == 1, done.stderr
     assert "the current folder was removed" in done.stderr
-
-
-def test_one_process_may_wait_for_remote_data_as_long_as_for_a_save(tmp_path, monkeypatch):
-    """It was ended after the limit of a step, while its store was asked again."""
-    comm = Comm(timeout_seconds=600, train_timeout_seconds=3)
-    for world_size, limit in (("1", 600), ("2", 3)):
-        monkeypatch.setenv("WORLD_SIZE", world_size)
-        watchdog = Watchdog(tmp_path, comm)
-        watchdog.trained = True
-        activity.start_phase("train", 2)
-        with activity.phase("data"):
-            assert watchdog.heartbeat().limit == limit
-        assert watchdog.heartbeat().limit == 3

@@ -18,7 +18,7 @@ from packaging.utils import canonicalize_name
 
 ROOT = Path(__file__).parent.parent
 VERBS = {"train", "plan", "forecast", "evaluate"}
-LONGEST_FUNCTION = 125  # lines: a loop that reads from top to bottom
+LONGEST_FUNCTION = 150  # lines: a loop that reads from top to bottom
 MOST_NAMES, MOST_IMPORTS = 50, 25  # of train(): local names, and modules of the project in train.py
 ROOT_FILES = {f"{name}.py" for name in VERBS | {"command_line", "config", "errors"}}
 ROOT_FILES |= {"run_train.sh", "run_tests.sh", "setup.sh", "pyproject.toml", ".gitignore", "LICENSE"}
@@ -95,24 +95,6 @@ def reachable(graph: dict[str, set[str]], start: str) -> set[str]:
     return found
 
 
-def functions() -> list[tuple[str, int]]:
-    """("datasets/grid.py: area_weights", lines of code), without docstrings, comments and empty lines."""
-    return [
-        (f"{name_of(path)}: {node.name}", lines_of_code(node, path.read_text(encoding="utf-8").splitlines()))
-        for path in sources().values()
-        for node in ast.walk(parsed(path))
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
-    ]
-
-
-def lines_of_code(node: ast.FunctionDef | ast.AsyncFunctionDef, lines: list[str]) -> int:
-    documented = ast.get_docstring(node) is not None
-    docstring = range(node.body[0].lineno, (node.body[0].end_lineno or 0) + 1) if documented else range(0)
-    span = range(node.lineno, (node.end_lineno or node.lineno) + 1)
-    text = [lines[i - 1].strip() for i in span if i not in docstring]
-    return sum(bool(line) and not line.startswith("#") for line in text)
-
-
 # -- 1. who imports whom
 
 
@@ -175,11 +157,15 @@ def test_no_root_name_hides_another_package() -> None:
 
 
 def test_functions_can_be_read() -> None:
-    """Nine tenths have 45 lines or fewer, and none is longer than a page or two."""
-    lengths = [length for _, length in functions()]
-    assert statistics.quantiles(lengths, n=10)[-1] <= 45
-    long = [f"{name} ({length})" for name, length in functions() if length > LONGEST_FUNCTION]
-    assert not long, f"cut up: {long}"
+    """Nine tenths have 30 lines or fewer, and none is longer than a page or two."""
+    lengths = {
+        f"{name_of(path)}: {node.name}": (node.end_lineno or 0) - node.lineno
+        for path in sources().values()
+        for node in ast.walk(parsed(path))
+        if isinstance(node, ast.FunctionDef)
+    }
+    assert statistics.quantiles(lengths.values(), n=10)[-1] <= 30
+    assert not (long := [name for name, length in lengths.items() if length > LONGEST_FUNCTION]), long
 
 
 def test_train_stays_readable() -> None:

@@ -67,12 +67,6 @@ def test_fields_equal_those_of_zarr_python(tmp_path, dtype):
     np.testing.assert_array_equal(part, truth[:, 1:5, 1:7])
 
 
-@pytest.mark.parametrize("threads", [0, 1, 3])
-def test_threads_read_the_batches_of_the_sampler(dataset, threads):
-    batches = [dataset.unpack(fields).clone() for fields, _ in Loader(dataset, BATCHES, threads)]
-    assert all(equal(a, b) for a, b in zip(batches, read_plainly(dataset), strict=True))
-
-
 USES = {
     "the batch": lambda fields: fields,
     "a view": lambda fields: fields[:, 0],

@@ -16,7 +16,6 @@ import jobs.heartbeat
 from config import Comm
 from jobs.heartbeat import Activity
 from jobs.watchdog import NO_REASON, Heartbeat, Watchdog, find_stalled_ranks, is_lost_connection
-from parallelisms.mesh import run_timeout, start_ranks
 from tests.started_jobs import write_config
 from tests.test_launch import launch
 
@@ -93,17 +92,20 @@ def recorded(store, asked):
     return Recorded()
 
 
-def test_groups_wait_as_long_as_the_longest_phase_may_take(tmp_path):
-    """They were cut to that of a step, and a rank that drew plots for two minutes ended the job."""
+@pytest.mark.parametrize(
+    ("world_size", "phase", "limit"), [("1", "data", 600), ("2", "data", 3), ("2", "validation", 600)]
+)
+def test_a_phase_has_the_limit_of_a_step_or_of_a_save(monkeypatch, tmp_path, world_size, phase, limit):
+    """One process was ended while its store was asked again, and groups waited as long as a step may take: a
+    rank that drew plots for two minutes ended the job.
+    """
+    monkeypatch.setenv("WORLD_SIZE", world_size)
     watchdog = Watchdog(tmp_path, Comm(timeout_seconds=600, train_timeout_seconds=3))
-    start_ranks(watchdog.group_seconds, "gloo")
-    activity = jobs.heartbeat.activity
-    activity.start_phase("train", 1)
     watchdog.trained = True
-    assert watchdog.heartbeat().limit == 3
-    with activity.phase("validation"), activity.phase("plots"):
-        assert watchdog.heartbeat().limit == 600
-    assert run_timeout().total_seconds() > 600
+    jobs.heartbeat.activity.start_phase("train", 2)
+    with jobs.heartbeat.activity.phase(phase):
+        assert watchdog.heartbeat().limit == limit
+    assert watchdog.heartbeat().limit == 3 and watchdog.group_seconds > 600
 
 
 @pytest.mark.parametrize("what", ["stall", pytest.param("leave", marks=pytest.mark.slow)])
