@@ -20,8 +20,8 @@ from datasets.fields import Decoding
 from datasets.grid import area_weights, global_grid
 from errors import ConfigError, DataError
 from tests.sample_archives import anemoi, arco, cds_old, file_a_variable, packed_zarr, weatherbench
-from tests.test_archive import needs
 from tests.test_grid import globe
+from tests.test_layouts import needs
 
 LAYOUTS = [weatherbench, arco, file_a_variable, cds_old, packed_zarr, anemoi]
 REAL = "gfs_winds_2026/gfs_winds_20260324-20260419_5.625deg.nc odd_data/storm_1996.nc era5_europe_2020"

@@ -9,9 +9,11 @@ import pytest
 import xarray as xr
 import zarr
 from numcodecs import LZ4, LZMA, Blosc, Zlib, Zstd
+from zarr.codecs import BloscCodec
 
 from datasets.archive import open_archive
 from datasets.loader import FieldDataset, Loader, TrainSampler
+from datasets.shards import register_codecs
 from errors import DataError
 
 DATE = "2020-01-01T12:00:00"  # the third
@@ -112,3 +114,18 @@ def test_a_missing_chunk_is_no_field_of_zeros(tmp_path, codec, missing, caplog):
     assert np.isnan(block[missing]).all() and np.isfinite(np.delete(block, missing, axis=0)).all()
     archive.read(2, ["2m_temperature"])
     assert caplog.text.count("are not in the store") == 1
+
+
+@pytest.mark.parametrize("format", [2, 3])
+@pytest.mark.parametrize("keep", [-1, 100])
+def test_a_blosc_chunk_that_was_cut_short_is_not_read_past_its_end(tmp_path, format, keep):
+    """Where nothing can be compressed, blosc copies as many bytes as there were."""
+    root = zarr.open_group(str(tmp_path / "a.zarr"), mode="w", zarr_format=format)
+    codec = Blosc() if format == 2 else BloscCodec()
+    values = np.random.default_rng(0).integers(0, 2**32, (6, 8)).astype("u4")
+    root.create_array("x", data=values, chunks=(6, 8), compressors=codec)
+    path = next(p for p in (tmp_path / "a.zarr/x").rglob("*") if p.name in ("0.0", "0") and p.is_file())
+    path.write_bytes(path.read_bytes()[:keep])
+    register_codecs()
+    with pytest.raises(RuntimeError, match="a blosc chunk has"):
+        zarr.open_array(str(tmp_path / "a.zarr"), path="x", mode="r")[:]

@@ -22,7 +22,7 @@ from errors import ConfigError, DataError
 from tests import sample_archives as samples
 from tests.sample_archives import NAMES, analyses, file_a_year, weatherbench
 from tests.started_jobs import ROOT
-from tests.test_archive import needs
+from tests.test_layouts import needs
 from training.config_checks import load_checked
 
 T2M = "2m_temperature"

@@ -111,14 +111,6 @@ def test_a_source_that_cannot_be_read_is_not_the_disk_of_the_store(source, tmp_p
         convert.main([str(source), str(tmp_path / "own.zarr")])
 
 
-@pytest.mark.slow
-def test_two_runs_that_ask_for_the_same_store_at_once(words, start_job, tmp_path):
-    """One converts, the other one waits, or finds it done."""
-    jobs = [start_job(Path(words[1]), tmp_path / f"run{number}") for number in range(2)]
-    assert [job.end(180) for job in jobs] == [0, 0], "\n".join(job.output for job in jobs)
-    assert losses(tmp_path / "run0") == losses(tmp_path / "run1")
-
-
 def test_what_a_first_start_refuses(words, tmp_path, monkeypatch):
     """Each in one line that names the key, before anything is written."""
     for options, message in (

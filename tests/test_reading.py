@@ -25,7 +25,7 @@ from datasets.variables import (
     units,
 )
 from errors import ConfigError, DataError
-from tests.sample_archives import analyses, zarr_chunked
+from tests.sample_archives import analyses
 from tests.test_bad_sources import T2M, on_cells, refusal
 
 HOURS = np.timedelta64(1, "h").astype("timedelta64[ns]")
@@ -380,12 +380,6 @@ def test_a_packed_number_that_is_the_fill_value_of_zarr_is_read(tmp_path, fill, 
     assert group[T2M].nchunks_initialized == 4
     found = open_archive(str(tmp_path / "a.zarr")).read(1, [T2M])
     assert np.isnan(found).all() if fill == 0 else (found == 250).all()
-
-
-def test_a_lost_chunk_of_numbers_that_are_not_packed_is_missing(tmp_path):
-    path = zarr_chunked(tmp_path / "a.zarr", analyses()[[T2M]], {"time": 1}, 3)
-    (tmp_path / "a.zarr" / T2M / "c/1/0/0").unlink()
-    assert np.isnan(open_archive(path).read(1, [T2M])).all()
 
 
 @pytest.mark.parametrize(

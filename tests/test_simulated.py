@@ -169,15 +169,6 @@ def test_a_seed_is_a_record() -> None:
     assert not first.geopotential.equals(other.geopotential)
 
 
-def test_what_is_no_simulated_data_is_left_alone(tmp_path: Path) -> None:
-    precious = tmp_path / "era5.zarr"
-    precious.mkdir()
-    (precious / "thesis.tex").touch()
-    with pytest.raises(ConfigError, match="is no store of datasets.convert"):
-        convert.write_simulated(precious)
-    assert (precious / "thesis.tex").exists()
-
-
 def test_the_record_is_written_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog) -> None:
     for name, value in (("NUM_YEARS", 1), ("NUM_DAYS", 2), ("DEFAULTS", replace(DEFAULTS, spin_up_days=0))):
         monkeypatch.setattr(simulated, name, value)
