@@ -31,11 +31,7 @@ PRECISIONS = {
 }
 
 
-@pytest.fixture(autouse=True)
-def as_before():
-    """Compilations belong to the process."""
-    yield
-    torch._dynamo.reset()
+pytestmark = pytest.mark.usefixtures("no_compilations")
 
 
 def build(mode: str, layers: int = 4, float8: bool = False, compiled: bool = False, **options):
@@ -94,20 +90,6 @@ def bytes_alive(model: nn.Module, x: Tensor, autocast: bool, *keys: Tensor) -> i
     return alive
 
 
-def bytes_saved(model: nn.Module, x: Tensor) -> int:
-    """Bytes that autograd saves, each storage once, without parameters."""
-    own = {p.untyped_storage()._cdata for p in model.parameters()}
-    saved: dict[int, Tensor] = {}
-
-    def pack(tensor: Tensor) -> Tensor:
-        saved[tensor.untyped_storage()._cdata] = tensor
-        return tensor
-
-    with saved_tensors_hooks(pack, lambda tensor: tensor):
-        model(x)
-    return sum(t.untyped_storage().nbytes() for key, t in saved.items() if key not in own)
-
-
 def units_alive(mode: str, precision: str = "float32", **options) -> float:
     """A block's bytes in units of T d: the difference of six blocks and four, of which two are a segment."""
     dtype, autocast = PRECISIONS[precision]
@@ -120,18 +102,6 @@ def planned_units(mode: str, attention_backend: str = "sdpa", **options) -> floa
     model = architecture_of(Model("vit", (1, 1), D, 4, HEADS, **options), (16, 32), 2, 2)
     work = Workload(model, Degrees(), B, B, ac_mode=mode, attention=attention_backend)
     return block_activations(work, mode) / unit_bytes(work)
-
-
-def units_saved(mode: str, compiled: bool = False) -> float:
-    def kept(layers: int) -> int:
-        model = build("none", layers)
-        apply_activation_checkpoint(model, ActivationCheckpoint(mode), compiled=compiled)  # type: ignore[arg-type]
-        if compiled:
-            torch._dynamo.reset()
-            apply_compile(model, backend="aot_eager_decomp_partition")
-        return bytes_saved(model, patches())
-
-    return (kept(6) - kept(4)) / 2 / (B * T * D * 4)
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)
@@ -174,7 +144,25 @@ def test_float8_keeps_one_unit_more() -> None:
 
 @pytest.mark.parametrize("mode", MODES)
 def test_compiled_blocks_keep_the_same(mode: str) -> None:
-    assert units_saved(mode, compiled=True) == pytest.approx(planned_units(mode), rel=0.02)
+    """Of what autograd saves, each storage once, without parameters."""
+
+    def kept(layers: int) -> int:
+        model, saved = build("none", layers), {}
+        apply_activation_checkpoint(model, ActivationCheckpoint(mode), compiled=True)  # type: ignore[arg-type]
+        torch._dynamo.reset()
+        apply_compile(model, backend="aot_eager_decomp_partition")
+        own = {p.untyped_storage()._cdata for p in model.parameters()}
+
+        def pack(tensor: Tensor) -> Tensor:
+            saved[tensor.untyped_storage()._cdata] = tensor
+            return tensor
+
+        with saved_tensors_hooks(pack, lambda tensor: tensor):
+            model(patches())
+        return sum(t.untyped_storage().nbytes() for key, t in saved.items() if key not in own)
+
+    units = (kept(6) - kept(4)) / 2 / (B * T * D * 4)
+    assert units == pytest.approx(planned_units(mode), rel=0.02)
 
 
 # -- work

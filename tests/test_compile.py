@@ -18,11 +18,7 @@ from parallelisms.compile import apply_compile
 MODES = ("none", "full", "every_n_blocks", "selective")
 
 
-@pytest.fixture(autouse=True)
-def no_earlier_compilations():
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
+pytestmark = pytest.mark.usefixtures("no_compilations")
 
 
 def build(layers: int = 3, mode: str = "none", **options) -> VisionTransformer:

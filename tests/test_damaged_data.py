@@ -90,14 +90,11 @@ def test_damage_that_hdf5_has_a_checksum_against(tmp_path):
         archive.read_block(0, 5, ["2m_temperature"])
 
 
-def samples_of(path: Path) -> FieldDataset:
-    return FieldDataset(open_archive(str(path)), ["2m_temperature"], np.arange(5)[:, None])
-
-
 @pytest.mark.parametrize("codec", ["zlib", "lzma"])
 def test_a_loader_says_it_in_one_line_too(tmp_path, codec):
     damage(store(tmp_path / "data.zarr", codec))
-    samples = samples_of(tmp_path / "data.zarr")
+    archive = open_archive(str(tmp_path / "data.zarr"))
+    samples = FieldDataset(archive, ["2m_temperature"], np.arange(5)[:, None])
     loader = Loader(samples, TrainSampler(5, 0, 1, 0, 1), 2)
     with pytest.raises(DataError) as error:
         for _, _ in zip(range(5), loader, strict=False):

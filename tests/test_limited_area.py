@@ -25,8 +25,8 @@ SECTIONS: dict[str, Any] = {
     },
     "model": {"name": "unet", "width": 8, "levels": 1},
     "optimizer": {"lr": 1e-2},
-    "lr_scheduler": {"warmup_steps": 100, "decay_type": "cosine"},
-    "training": {"steps": 300, "local_batch_size": 8},
+    "lr_scheduler": {"warmup_steps": 25, "decay_type": "cosine"},
+    "training": {"steps": 100, "local_batch_size": 8},
     "validation": {"enable": True, "lead_hours": [6, 36], "plots": False},
 }
 

@@ -29,16 +29,6 @@ from training.loggers.tensorboard_run import Logger as TensorBoard
 GRAFANA = ROOT / "docs/grafana"
 
 
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        return listener.getsockname()[1]
-
-
-def fetched(url: str, **headers: str) -> str:
-    with urllib.request.urlopen(urllib.request.Request(url, headers=headers), timeout=10) as answer:
-        return answer.read().decode()
-
-
 def config_of(folder: Path, settings: Settings) -> Config:
     return Config(job=Job(dump_folder=str(folder)), metrics=settings, training=Training(steps=10))
 
@@ -151,7 +141,8 @@ def test_wandb_has_the_losses_of_the_run_once(resumed):
 @pytest.fixture
 def served(one_rank, tmp_path) -> Iterator[tuple[Any, str]]:
     pytest.importorskip("prometheus_client", reason="requirements-extras.txt")
-    port = free_port()
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
     (tmp_path / "checkpoints").mkdir()  # as the Checkpointer has made it
     settings = Settings(loggers=(), prometheus=f"127.0.0.1:{port}")
     loggers = open_loggers(config_of(tmp_path, settings), 0, 0)
@@ -165,7 +156,9 @@ def values_of(url: str) -> dict[str, float]:
         text_string_to_metric_families,
     )
 
-    text = fetched(url, Accept="application/openmetrics-text; version=1.0.0")
+    accepted = {"Accept": "application/openmetrics-text; version=1.0.0"}
+    with urllib.request.urlopen(urllib.request.Request(url, headers=accepted), timeout=10) as answer:
+        text = answer.read().decode()
     samples = [sample for family in text_string_to_metric_families(text) for sample in family.samples]
     return {" ".join([sample.name, *sample.labels.values()]): sample.value for sample in samples}
 

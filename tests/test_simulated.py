@@ -52,24 +52,6 @@ def project(model: TwoLayerModel, grid: np.ndarray) -> torch.Tensor:
     return model.transform.analyze(torch.from_numpy(grid)[:, :, None, None] * model.cos2)[0]
 
 
-def solid_body(model: TwoLayerModel, upper: float, lower: float) -> torch.Tensor:
-    """The exact steady state (C, N, 7, 1) u = U cos(latitude) in each layer, depths in gradient balance."""
-    mu = model.mu
-    bowl = [-(RADIUS * ROTATION * speed + speed**2 / 2) * mu**2 for speed in (upper, lower)]  # phi, m2 s-2
-    depth_upper = DEFAULTS.depth_upper + (bowl[0] - bowl[1]) / (GRAVITY * (1 - DEFAULTS.density_ratio))
-    depth_lower = DEFAULTS.depth_upper + DEFAULTS.depth_lower + bowl[0] / GRAVITY - depth_upper
-    fields = [
-        2 * upper / RADIUS * mu,
-        2 * lower / RADIUS * mu,
-        0 * mu,
-        0 * mu,
-        depth_upper,
-        depth_lower,
-        0 * mu,
-    ]
-    return torch.cat([project(model, np.tile(field, (64, 1))) for field in fields], dim=2)
-
-
 def test_synthesis_at_other_latitudes_and_derivatives_in_closed_form(model: TwoLayerModel) -> None:
     """f = sin(lat) cos2(lat) sin(2 lon), harmonic (3, 2): known slopes, and the Laplacian is -12 f / a2."""
     lat, lon = np.radians(LATITUDE)[None], np.radians(simulated.LONGITUDE)[:, None]
@@ -91,7 +73,21 @@ def test_synthesis_at_other_latitudes_and_derivatives_in_closed_form(model: TwoL
 
 
 def test_balanced_flow_stays_for_a_day(model: TwoLayerModel) -> None:
-    start = solid_body(model, 40.0, 10.0)
+    """The exact steady state (C, N, 7, 1) u = U cos(latitude) in each layer, depths in gradient balance."""
+    mu = model.mu
+    bowl = [-(RADIUS * ROTATION * speed + speed**2 / 2) * mu**2 for speed in (40.0, 10.0)]  # phi, m2 s-2
+    depth_upper = DEFAULTS.depth_upper + (bowl[0] - bowl[1]) / (GRAVITY * (1 - DEFAULTS.density_ratio))
+    depth_lower = DEFAULTS.depth_upper + DEFAULTS.depth_lower + bowl[0] / GRAVITY - depth_upper
+    fields = [
+        2 * 40.0 / RADIUS * mu,
+        2 * 10.0 / RADIUS * mu,
+        0 * mu,
+        0 * mu,
+        depth_upper,
+        depth_lower,
+        0 * mu,
+    ]
+    start = torch.cat([project(model, np.tile(field, (64, 1))) for field in fields], dim=2)
     *_, end = model.run(start, num_steps=32)
     drift = model.transform.synthesize(end - start).abs().amax(dim=(0, 1, 3))
     assert drift[:4].max() < 1e-14  # s-1, of 1e-5

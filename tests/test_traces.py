@@ -63,39 +63,32 @@ class Recording:
         return build_timeline(read_trace(path), {})
 
 
-def step_of_a_gpu(trace: Recording, at: float) -> None:
-    """1,000 us: 100 waiting for data, 200 + 100 GEMM, 150 attention, 50 elementwise, 40 optimiser, 60 copies,
-    120 of a collective, of which 50 beside the GEMM; then a wait of the host, and the GPU idle after it.
-    """
-    trace.span("data", at, at + 100)
-    trace.launch("aten::copy_", at + 95, "Memcpy HtoD", at + 100, at + 160, kind="gpu_memcpy")
-    trace.span("forward", at + 110, at + 200)
-    trace.launch("aten::mm", at + 120, "nvjet_hsh", at + 160, at + 360, shapes=[[1000, 395], [395, 1000]])
-    sdpa = "aten::scaled_dot_product_attention"
-    trace.launch(sdpa, at + 140, "cudnn_generated_fort_native_sdpa", at + 360, at + 510)
-    trace.launch("Torch-Compiled Region", at + 160, "triton_poi_fused_gelu_0", at + 510, at + 560)
-    trace.span("backward", at + 200, at + 300)
-    trace.launch("aten::mm", at + 210, "nvjet_hsh", at + 560, at + 660, tid=AUTOGRAD)
-    nccl = "ncclDevKernel_ReduceScatter_Sum_bf16_RING_LL"
-    trace.launch("c10d::_reduce_scatter_base_", at + 230, nccl, at + 610, at + 730, stream=20, tid=AUTOGRAD)
-    trace.span("optimizer", at + 300, at + 400)
-    adam = "void at::native::(anonymous namespace)::multi_tensor_apply_kernel<at::native::Fused<float>>"
-    trace.launch("aten::_fused_adamw_", at + 310, adam, at + 730, at + 770)
-    trace.add("aten::item", at + 410, at + 775)
-    trace.add("cudaStreamSynchronize", at + 415, at + 772, "cuda_runtime")
-
-
-def two_steps_of_a_gpu(folder: Path) -> Timeline:
-    trace = Recording(deviceProperties=[{"id": 0, "name": "NVIDIA H200"}])
-    for number in range(2):
-        trace.span(f"ProfilerStep#{number}", 1000 * number, 1000 * (number + 1))
-        step_of_a_gpu(trace, 1000.0 * number)
-    return trace.write(folder / "step-00000002-rank0.json")
-
-
 @pytest.fixture
 def gpu(tmp_path) -> Timeline:
-    return two_steps_of_a_gpu(tmp_path)
+    """Two steps of 1,000 us: 100 waiting for data, 200 + 100 GEMM, 150 attention, 50 elementwise, 40 the
+    optimiser, 60 copies, 120 of a collective, of which 50 beside the GEMM; then the host waits, and the GPU
+    is idle after it.
+    """
+    trace = Recording(deviceProperties=[{"id": 0, "name": "NVIDIA H200"}])
+    for at in (0.0, 1000.0):
+        trace.span(f"ProfilerStep#{at / 1000:.0f}", at, at + 1000)
+        trace.span("data", at, at + 100)
+        trace.launch("aten::copy_", at + 95, "Memcpy HtoD", at + 100, at + 160, kind="gpu_memcpy")
+        trace.span("forward", at + 110, at + 200)
+        trace.launch("aten::mm", at + 120, "nvjet_hsh", at + 160, at + 360, shapes=[[1000, 395], [395, 1000]])
+        sdpa = "aten::scaled_dot_product_attention"
+        trace.launch(sdpa, at + 140, "cudnn_generated_fort_native_sdpa", at + 360, at + 510)
+        trace.launch("Torch-Compiled Region", at + 160, "triton_poi_fused_gelu_0", at + 510, at + 560)
+        trace.span("backward", at + 200, at + 300)
+        trace.launch("aten::mm", at + 210, "nvjet_hsh", at + 560, at + 660, tid=AUTOGRAD)
+        nccl, op = "ncclDevKernel_ReduceScatter_Sum_bf16_RING_LL", "c10d::_reduce_scatter_base_"
+        trace.launch(op, at + 230, nccl, at + 610, at + 730, stream=20, tid=AUTOGRAD)
+        trace.span("optimizer", at + 300, at + 400)
+        adam = "void at::native::(anonymous namespace)::multi_tensor_apply_kernel<at::native::Fused<float>>"
+        trace.launch("aten::_fused_adamw_", at + 310, adam, at + 730, at + 770)
+        trace.add("aten::item", at + 410, at + 775)
+        trace.add("cudaStreamSynchronize", at + 415, at + 772, "cuda_runtime")
+    return trace.write(tmp_path / "step-00000002-rank0.json")
 
 
 def test_time_of_a_gpu_by_class(gpu):
@@ -312,8 +305,10 @@ class SlowDataset(FieldDataset):
         return super().read(*arguments, **options)
 
 
-def run_with_stalls(folder: Path, *options: str) -> Path:
+@pytest.fixture(scope="module")
+def stalled(tmp_path_factory) -> Path:
     """A run with a sleep in its loader, one in its loop, and a value read in each step; its folder."""
+    folder = tmp_path_factory.mktemp("stalled")
     cut, count = Objective.cut, Metrics.count_step
 
     def cut_and_read(self, window, *others):
@@ -331,13 +326,8 @@ def run_with_stalls(folder: Path, *options: str) -> Path:
         patch.setattr("train.FieldDataset", SlowDataset)
         patch.setattr(Objective, "cut", cut_and_read)
         patch.setattr(Metrics, "count_step", wait_and_count)
-        train(load_checked([*files, *settings.split(), *traced.split(), *options]))
+        train(load_checked([*files, *settings.split(), *traced.split()]))
     return folder / "run"
-
-
-@pytest.fixture(scope="module")
-def stalled(tmp_path_factory) -> Path:
-    return run_with_stalls(tmp_path_factory.mktemp("stalled"))
 
 
 def test_classes_of_a_run_add_up_to_its_steps(stalled):
