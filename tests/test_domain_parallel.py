@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from config import Model
-from errors import ConfigError
 from models.initialization import fill_with_nan, init_weights
 from models.unet import UNet
 from parallelisms.domain_parallel import NO_RANK, GridTiles, apply_domain_parallel, build_tiles, choose_tiles
@@ -163,9 +162,3 @@ def test_a_compiled_block_exchanges_in_its_graph(ranks):
 )
 def test_tiles_are_balanced_and_compact(number: int, shape: tuple[int, int], tiles: tuple[int, int]) -> None:
     assert choose_tiles(number, shape, 16) == tiles
-
-
-def test_more_ranks_than_tiles_are_refused() -> None:
-    message = "context_parallel_degree = 5: so many ranks have no tiles of the 32 x 32 grid.*at most 2 x 2"
-    with pytest.raises(ConfigError, match=message):
-        choose_tiles(5, (32, 32), 16)

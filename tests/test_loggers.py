@@ -50,12 +50,6 @@ def test_an_extra_that_is_absent_is_one_line(name, package, monkeypatch):
     assert package in (ROOT / "requirements-extras.txt").read_text()
 
 
-@pytest.mark.parametrize("address", ["9400", ":9400", "127.0.0.1", "127.0.0.1:0", "127.0.0.1:70000", "a:b"])
-def test_what_is_no_address_is_refused(address):
-    with pytest.raises(ConfigError, match="metrics.prometheus"):
-        check_loggers(Settings(prometheus=address))
-
-
 def test_a_logger_that_fails_costs_one_warning(caplog):
     class Broken:
         def log(self, record: dict[str, Any]) -> None:

@@ -11,7 +11,6 @@ import zarr
 from config import Data
 from datasets.archive import Archive, open_archive
 from datasets.channels import Channels
-from datasets.selection import open_selection
 from datasets.source import OpenFile, decode_times, open_fields
 from datasets.variables import (
     expand_levels,
@@ -355,14 +354,6 @@ def test_a_repeated_column_is_compared_with_the_first(tmp_path, packing):
         else:
             found = open_archive(str(tmp_path / f"{name}.nc")).read(0, [T2M])[0]
             np.testing.assert_allclose(found, field.values[0], atol=0.006 if packing else 0)
-
-
-def test_steps_that_the_data_do_not_have(tmp_path):
-    """3 h of 6-hourly data: the message advised everything but the 6 of the data."""
-    on_cells("t2m").to_netcdf(tmp_path / "a.nc", engine="h5netcdf")
-    data = Data(path=str(tmp_path / "a.nc"), variables=(T2M,), step_hours=3)
-    with pytest.raises(ConfigError, match="6 hours apart.*data.step_hours"):
-        open_selection(data, (1, 1), ())
 
 
 # -- values

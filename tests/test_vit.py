@@ -9,7 +9,6 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from config import Model
-from errors import ConfigError
 from models.embeddings import (
     Rotary,
     crop_grid,
@@ -88,12 +87,6 @@ def test_after_two_blocks_every_token_has_seen_all():
     for windows, reached in [(((1, 0), (0, 1)), 1.0), (((1, 0),), 0.5)]:
         (gradient,) = torch.autograd.grad(build(attention_windows=windows).predict(x)[..., 0, 0].sum(), x)
         assert (gradient.abs().amax(dim=1) > 0).double().mean() == reached
-
-
-@pytest.mark.parametrize("window", [(3, 0), (0, 5), (3, 3)])
-def test_windows_that_do_not_divide_the_tokens_are_refused(window):
-    with pytest.raises(ConfigError, match="model.attention_windows"):
-        build((32, 64), attention_windows=((2, 0), window))
 
 
 @pytest.mark.parametrize("grid", [(181, 36), (7, 10)])
