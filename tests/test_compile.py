@@ -32,12 +32,9 @@ def patches() -> Tensor:
     return torch.randn(4, 32, 2, generator=torch.Generator().manual_seed(1))
 
 
-def step(model: nn.Module) -> tuple[Tensor, dict[str, Tensor]]:
-    """Loss and gradients of a training step, in which blocks may drop samples."""
-    loss = model(patches(), torch.arange(4)).square().mean()
-    model.zero_grad()
-    loss.backward()
-    return loss.detach(), {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+def step(model: nn.Module) -> None:
+    """Forward and backward, in which blocks may drop samples."""
+    model(patches(), torch.arange(4)).square().mean().backward()
 
 
 @pytest.mark.parametrize("mode", MODES)

@@ -54,11 +54,11 @@ PartitionName=urgent Nodes=ALL PriorityTier=2 PreemptMode=OFF MaxTime=INFINITE S
 NODES = (socket.gethostname().partition(".")[0], socket.gethostname().partition(".")[0] + "-2")
 
 
-def edited(folder: Path, *lines: str) -> Path:
+def edited(folder: Path) -> Path:
     """Return a copy of scripts/slurm.sbatch as a user edits it, for nodes without GPUs."""
     text = (ROOT / "scripts/slurm.sbatch").read_text()
-    asked = ("--nodes=2", "--cpus-per-task=2", "--time=30", f"--output={folder}/rossby-%j.log", *lines)
-    for line in asked:
+    asked = ["--nodes=2", "--cpus-per-task=2", "--time=30", "--partition=spot"]
+    for line in [*asked, f"--output={folder}/rossby-%j.log"]:
         name = line.partition("=")[0]
         text, count = re.subn(rf"#SBATCH {name}=.*", f"#SBATCH {line}", text)
         text = text if count else text.replace("#SBATCH --nodes", f"#SBATCH {line}\n#SBATCH --nodes", 1)
@@ -173,7 +173,7 @@ def test_a_job_that_is_preempted_ends_as_if_undisturbed(
     """By a job that comes first."""
     config_file, run = write_config(tmp_path), tmp_path / "run"
     files = ["--job.config_file", str(config_file), "--job.dump_folder", str(run)]
-    slurm.submit(edited(tmp_path, "--partition=spot"), *files, **SETTINGS)
+    slurm.submit(edited(tmp_path), *files, **SETTINGS)
     log = lambda: "".join(path.read_text() for path in tmp_path.glob("rossby-*.log"))  # noqa: E731
     until(lambda: last_step(run) >= 10, 400, lambda: log() + slurm.told_of_the_job())
     slurm.preempt()
