@@ -5,6 +5,7 @@ import os
 import shutil
 from dataclasses import replace
 from pathlib import Path
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -92,9 +93,7 @@ def test_a_source_with_other_values_is_refused_by_name(words, source, change):
 
 
 def test_a_full_disk_is_one_line_and_the_next_start_continues(words, monkeypatch):
-    def full(*arguments) -> None:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
+    full = Mock(side_effect=OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)))
     with monkeypatch.context() as patch:
         patch.setattr(convert, "write_shard", full)
         with pytest.raises(RunFailed, match="No space left on device.*continues"):
@@ -103,10 +102,8 @@ def test_a_full_disk_is_one_line_and_the_next_start_continues(words, monkeypatch
 
 
 def test_a_source_that_cannot_be_read_is_not_the_disk_of_the_store(source, tmp_path, monkeypatch):
-    def fail(*arguments) -> None:
-        raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
-
-    monkeypatch.setattr(Archive, "read_block", fail)
+    stale = Mock(side_effect=OSError(errno.ESTALE, os.strerror(errno.ESTALE)))
+    monkeypatch.setattr(Archive, "read_block", stale)
     with pytest.raises(DataError, match="cannot read .*source.nc.*Stale file handle.*continues"):
         convert.main([str(source), str(tmp_path / "own.zarr")])
 

@@ -28,7 +28,6 @@ from tests.sample_archives import (
     tutorial,
     values,
     weatherbench,
-    write,
 )
 
 U10 = "10m_u_component_of_wind"
@@ -36,7 +35,7 @@ U10 = "10m_u_component_of_wind"
 
 @pytest.mark.parametrize("layout", EXACT, ids=lambda layout: layout.__name__)
 def test_layout_exact(layout: Callable, tmp_path: Path, truth: xr.Dataset):
-    archive = write(layout, tmp_path, truth)
+    archive = open_archive(layout(tmp_path, truth))
     assert set(archive.variables) | {"land_sea_mask"} == set(NAMES) | {"land_sea_mask"}
     assert archive.times.dtype == "datetime64[s]"
     np.testing.assert_array_equal(archive.times, truth.time.values.astype("datetime64[s]"))
@@ -49,7 +48,7 @@ def test_layout_exact(layout: Callable, tmp_path: Path, truth: xr.Dataset):
 
 @pytest.mark.parametrize("layout", [cds_old, packed_zarr], ids=lambda layout: layout.__name__)
 def test_layout_packed(layout: Callable, tmp_path: Path, truth: xr.Dataset):
-    archive = write(layout, tmp_path, truth)
+    archive = open_archive(layout(tmp_path, truth))
     wanted, block = values(truth), archive.read_block(0, 5, NAMES)
     half_step = np.nanmax(wanted, (0, 2, 3)) - np.nanmin(wanted, (0, 2, 3))
     assert (np.isnan(block) == np.isnan(wanted)).all()
@@ -251,7 +250,7 @@ def test_dates_that_only_some_files_have(tmp_path: Path, truth: xr.Dataset):
 
 
 def test_index(tmp_path: Path, truth: xr.Dataset):
-    archive = write(weatherbench, tmp_path, truth.isel(time=[0, 1, 2, 4]))
+    archive = open_archive(weatherbench(tmp_path, truth.isel(time=[0, 1, 2, 4])))
     assert archive.index("2019-12-31T12:00") == 1 == archive.index(np.datetime64("2019-12-31T12", "ns"))
     with pytest.raises(DataError, match="no analysis of 2020-01-01T00"):
         archive.index("2020-01-01T00")

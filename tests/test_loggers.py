@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -39,11 +40,7 @@ def config_of(folder: Path, settings: Settings) -> Config:
 @pytest.mark.parametrize(("name", "package"), EXTRAS.items())
 def test_an_extra_that_is_absent_is_one_line(name, package, monkeypatch):
     asked = Settings(loggers=(name,)) if name != "prometheus" else Settings(prometheus="127.0.0.1:9400")  # type: ignore[arg-type]
-
-    def absent(name):
-        raise PackageNotFoundError(name)
-
-    monkeypatch.setattr("training.loggers.opening.version", absent)
+    monkeypatch.setattr("training.loggers.opening.version", Mock(side_effect=PackageNotFoundError))
     with pytest.raises(ConfigError, match=rf"metrics\..*: needs .*-m pip install {package}"):
         check_loggers(asked)
     check_loggers(Settings())
@@ -109,24 +106,19 @@ def resumed(tmp_path_factory) -> Path:
     return run
 
 
-def wandb_rows(file: Path) -> list[dict[str, float]]:
-    """What `wandb leet inspect` shows of the history in a file."""
-    command = [sys.executable, "-m", "wandb", "leet", "inspect", str(file)]
-    shown = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    found = []
-    for record in shown.split("\n# record ")[1:]:
-        if record.partition("\n")[0].endswith(": history"):
-            items = re.findall(r'nested_key: "(.*)"\n\s*value_json: "(.*)"', record)
-            found.append({name: float(value) for name, value in items if name in ("_step", "train/loss")})
-    return found
-
-
 @pytest.mark.slow
 def test_wandb_has_the_losses_of_the_run_once(resumed):
     files = sorted(resumed.glob("wandb/offline-run-*/*.wandb"))
     assert len(files) == 2 and len({file.name for file in files}) == 1  # both of one run
-    rows = [row for file in files for row in wandb_rows(file)]
-    assert [(row["_step"], row["train/loss"]) for row in rows] == sorted(losses(resumed).items())
+    rows = []
+    for file in files:
+        command = [sys.executable, "-m", "wandb", "leet", "inspect", str(file)]
+        shown = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+        for record in shown.split("\n# record ")[1:]:
+            if record.partition("\n")[0].endswith(": history"):
+                items = dict(re.findall(r'nested_key: "(.*)"\n\s*value_json: "(.*)"', record))
+                rows.append((float(items["_step"]), float(items["train/loss"])))
+    assert rows == sorted(losses(resumed).items())
 
 
 # -- Prometheus

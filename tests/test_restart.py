@@ -19,22 +19,7 @@ from tests.started_jobs import run_options, small_dataset, small_wave, write_con
 from training.run_folder import Restart, load
 
 
-@pytest.fixture
-def config_file(tmp_path) -> Path:
-    return write_config(
-        tmp_path,
-        small_dataset({"10m_u_component_of_wind": small_wave(60)}),
-        data={
-            "train_period": ["2020-01-01", "2020-01-09"],
-            "validation_period": ["2020-01-11", "2020-01-12"],
-        },
-        training={"steps": 10, "ema_decay": 0.9, "global_batch_size": 4},
-        checkpoint={"interval": 5, "keep_best": "val/loss", "async_mode": "disabled"},
-        validation={"enable": True, "interval": 5, "lead_hours": [6], "plots": False},
-    )
-
-
-def test_a_run_that_goes_back_leaves_each_step_once(config_file, tmp_path, monkeypatch):
+def test_a_run_that_goes_back_leaves_each_step_once(tmp_path, monkeypatch):
     """Step 8 is bad: metrics, validations and the best checkpoint go on from step 5, too."""
     monkeypatch.setattr("training.bad_steps.MOST_SKIPPED", 0)
     taken, plain = [], train.train_step
@@ -47,6 +32,18 @@ def test_a_run_that_goes_back_leaves_each_step_once(config_file, tmp_path, monke
         return result
 
     monkeypatch.setattr(train, "train_step", train_step)
+    periods = {
+        "train_period": ["2020-01-01", "2020-01-09"],
+        "validation_period": ["2020-01-11", "2020-01-12"],
+    }
+    config_file = write_config(
+        tmp_path,
+        small_dataset({"10m_u_component_of_wind": small_wave(60)}),
+        data=periods,
+        training={"steps": 10, "ema_decay": 0.9, "global_batch_size": 4},
+        checkpoint={"interval": 5, "keep_best": "val/loss"},
+        validation={"enable": True, "interval": 5, "lead_hours": [6], "plots": False},
+    )
     lines = run_train(*run_options(config_file, tmp_path / "run"))
     assert taken == [*range(1, 9), *range(6, 11)]
     assert [line["step"] for line in lines if "loss" in line] == list(range(1, 11))

@@ -1,11 +1,9 @@
 """A rank that stalls, stops or leaves: which rank is named, how soon the job ends, report and files."""
 
-import json
-import signal
 import time
 from dataclasses import replace
-from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -16,7 +14,6 @@ import jobs.heartbeat
 from config import Comm
 from jobs.heartbeat import Activity
 from jobs.watchdog import NO_REASON, Heartbeat, Watchdog, find_stalled_ranks, is_lost_connection
-from tests.started_jobs import write_config
 from tests.test_launch import launch
 
 TRAINING = Heartbeat(0, "node", 7, step=12, phase="optimizer", seconds=1.0, limit=10.0)
@@ -54,10 +51,7 @@ def test_a_host_whose_device_is_busy_waits(monkeypatch):
         stream = SimpleNamespace(query=lambda idle=idle: idle)
         monkeypatch.setattr(torch.cuda, "current_stream", lambda device, stream=stream: stream)
         assert activity.waits_for_others() is not idle
-
-    def failed(device: int) -> None:
-        raise RuntimeError("CUDA error: an illegal memory access was encountered")
-
+    failed = Mock(side_effect=RuntimeError("CUDA error: an illegal memory access was encountered"))
     monkeypatch.setattr(torch.cuda, "current_stream", failed)
     assert not activity.waits_for_others()
 
@@ -121,25 +115,6 @@ def test_a_rank_that_stalls_or_leaves_is_named(tmp_path, what):
         assert "in step 5, data: no progress for" in lines[0] and str(tmp_path / "hang") in lines[0]
         assert "time.sleep" not in (tmp_path / "hang/rank-0.txt").read_text()
         assert "in fail" in (tmp_path / "hang/rank-1.txt").read_text()
-
-
-@pytest.mark.slow
-def test_a_run_with_a_stopped_rank_ends_in_time(start_job, tmp_path):
-    run: Path = tmp_path / "run"
-    job = start_job(write_config(tmp_path), run, "--comm.train_timeout_seconds", "4", NGPU="2")
-    job.wait_for_step(5)
-    job.kill_rank(1, signal.SIGSTOP)
-    stopped = time.monotonic()
-    while "rossby: rank 1 (" not in job.output:
-        assert time.monotonic() - stopped < 4 + 4, job.output
-        time.sleep(0.1)
-    assert job.end() == 1
-    assert time.monotonic() - stopped < 4 + 40  # torchelastic kills it after 30 s
-    said = job.output.partition("rossby: ")[2]
-    assert said.startswith("rank 1 (") and "no heartbeat" in said, job.output
-    assert (run / "hang/rank-0.txt").exists()
-    status = json.loads((run / "status.json").read_text())
-    assert status["exit_code"] == 1 and status["message"].startswith("rank 1 (")
 
 
 def test_after_a_stop_signal_a_silent_rank_is_dead_sooner(tmp_path):
