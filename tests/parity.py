@@ -544,7 +544,7 @@ roll, ring 2, odd tokens; roll, history 2, rollout 4, fsdp 2 x tp 2;
 roll, crps of 3, rollout 2, ring 2
 """)
 SLOW = rows("""
-zero-1 1; ac full; ac selective; ac every 2 blocks;
+fsdp 2, inductor; zero-1 1; ac full; ac selective; ac every 2 blocks;
 fsdp 2, accumulation 2; tp 2, mae; ring 2; lines, rotary, ulysses 2, odd tokens, compile;
 windows, pp 2, 1f1b; pp 2, interleaved; pp 2, zbv zero-bubble;
 hsdp 2 x 2; fsdp 2 x tp 2; rotary, qk norm, tp 2, odd tokens; rotary, pp 2, 1f1b;
