@@ -99,6 +99,14 @@ def no_group_is_left() -> Iterator[None]:
 
 
 @pytest.fixture
+def no_compilations() -> Iterator[None]:
+    """Compilations belong to the process."""
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+@pytest.fixture
 def one_rank() -> Iterator[torch.device]:
     """A process group of this process alone, as train.py makes it."""
     device = start_ranks(60, "gloo")

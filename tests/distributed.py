@@ -3,7 +3,6 @@
 import os
 import signal
 import socket
-import sys
 import time
 import traceback
 import warnings
@@ -128,7 +127,3 @@ class Ranks:
             if process.is_alive():
                 process.kill()
                 process.join()
-
-
-if __name__ == "__main__":
-    sys.exit("tests/distributed.py is imported by tests and benchmarks")

@@ -4,6 +4,7 @@ What comes back is layout-free: losses, gradient norms, full gradients of the fi
 the third. A layout is right when all of it is what one process gives.
 """
 
+import re
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from itertools import islice
@@ -298,32 +299,15 @@ def difference(got: dict[str, np.ndarray], expected: dict[str, np.ndarray]) -> t
 
 
 def reference_of(layout: Layout) -> Layout:
-    """The same model, data and precision in one process, nothing recomputed, compiled or accumulated."""
+    """The same model, data and precision in one process, nothing recomputed, compiled or accumulated: what
+    MODEL_KEYS name is not the layout's.
+    """
     return replace(layout, **vars(Layout()) | {key: getattr(layout, key) for key in MODEL_KEYS})
 
 
 MODEL_KEYS = (
-    "dtype",
-    "grid",
-    "model",
-    "loss",
-    "float8",
-    "unet",
-    "rollout",
-    "history",
-    "conserve",
-    "roles",
-    "boundary",
-    "members",
-    "lora",
-    "roll",
-)  # what a layout does not change
-ODD = (12, 12)  # 9 tokens: neither 2 nor 4 divides them
-ROTARY = (("position", "rotary"),)
-WINDOWS = (("attention_windows", ((2, 0), (0, 4), (0, 0))),)  # of 4 x 8 tokens
-LINES = (("attention_windows", ((1, 0), (0, 1))),)
-SWIGLU = (("mlp", "swiglu"),)
-OTHER = (("qk_norm", True), ("position", "rotary"))
+    "dtype grid model loss float8 unet rollout history conserve roles boundary members lora roll".split()
+)
 
 
 def tp(degree: int = 2, **more: Any) -> dict[str, Any]:
@@ -342,407 +326,229 @@ def pp(schedule: str = "1F1B", degree: int = 2, **more: Any) -> dict[str, Any]:
     return {"pipeline_parallel_degree": degree, "pipeline_parallel_schedule": schedule, **more}
 
 
-BASIC: dict[str, Layout] = {
-    "accumulation 4": Layout(1, accumulation=4),
-    "ac full": Layout(1, activation_checkpoint="full"),
-    "ac selective": Layout(1, activation_checkpoint="selective"),
-    "ac every 2 blocks": Layout(1, activation_checkpoint="every_n_blocks"),
-    "compile": Layout(1, compile="inductor"),
-    "ddp 2": Layout(2, replicate()),
-    "ddp 2, accumulation 2": Layout(2, replicate(), accumulation=2),
-    "zero-1 1": Layout(1, {"data_parallel": "zero1"}),
-    "zero-1 2": Layout(2, replicate(data_parallel="zero1")),
-    "zero-1 2, accumulation 2": Layout(2, replicate(data_parallel="zero1"), accumulation=2),
-    "fsdp 2": Layout(2),
-    "fsdp 2, zero-2": Layout(2, {"fsdp_reshard_after_forward": "never"}),
-    "fsdp 2, zero-3": Layout(2, {"fsdp_reshard_after_forward": "always"}),
-    "fsdp 2, cpu offload": Layout(2, {"cpu_offload": True}),
-    "fsdp 2, accumulation 2": Layout(2, accumulation=2),
-    "fsdp 2, relative l2": Layout(2, loss="relative_l2"),
-    "fsdp 2, mae": Layout(2, loss="mae"),
-    "fsdp 2, ac full": Layout(2, activation_checkpoint="full"),
-    "fsdp 2, ac selective": Layout(2, activation_checkpoint="selective"),
-    "fsdp 2, ac every 2 blocks": Layout(2, activation_checkpoint="every_n_blocks"),
-    "fsdp 2, compile": Layout(2, compile="inductor"),
-    "fsdp 2, bf16": Layout(2, dtype="bfloat16"),
-    "fsdp 2, fp16": Layout(2, dtype="float16"),
-    "fsdp 2, float8": Layout(2, float8=True),
-    "tp 2, float8": Layout(2, tp(), float8=True),
-    "u-net, ddp 2": Layout(2, replicate(), unet=True),
-    "u-net, fsdp 2": Layout(2, unet=True),
-    "u-net, tiles 2 x 1": Layout(2, cp(), unet=True, grid=(32, 16)),
-    "u-net, tiles 1 x 2": Layout(2, cp(), unet=True, grid=(18, 30)),
-    "u-net, tiles 1 x 2, ac full": Layout(2, cp(), "full", unet=True, grid=(18, 30)),
-    "u-net, tiles 2 x 2": Layout(4, cp(degree=4), unet=True, grid=ODD),
-    "u-net, replicate 2 x tiles 2 x 1": Layout(
-        4, cp(**replicate(data_parallel_shard_degree=1)), unet=True, grid=(32, 16)
-    ),
-    "u-net, fsdp 2 x tiles 2 x 1": Layout(4, cp(), unet=True, grid=(32, 16), accumulation=2),
-    "tp 2": Layout(2, tp()),
-    "tp 2, odd tokens": Layout(2, tp(), grid=ODD),
-    "tp 2, qk norm, rotary": Layout(2, tp(), model=OTHER),
-    "tp 2, ac selective": Layout(2, tp(), activation_checkpoint="selective"),
-    "tp 2, ac full": Layout(2, tp(), activation_checkpoint="full"),
-    "tp 2, bf16": Layout(2, tp(), dtype="bfloat16"),
-    "tp 2, relative l2": Layout(2, tp(), loss="relative_l2"),
-    "tp 2, mae": Layout(2, tp(), loss="mae"),
-    "ulysses 2": Layout(2, cp()),
-    "ulysses 2, odd tokens, relative l2": Layout(2, cp(), grid=ODD, loss="relative_l2"),
-    "ulysses 2, ac full": Layout(2, cp(), activation_checkpoint="full"),
-    "all-gather 2": Layout(2, cp("all_gather")),
-    "all-gather 2, odd tokens": Layout(2, cp("all_gather"), grid=ODD),
-    "ring 2": Layout(2, cp("ring")),
-    "ring 2, math, odd tokens": Layout(2, cp("ring"), grid=ODD, model=(("attention_backend", "math"),)),
-    "ring 2, bf16": Layout(2, cp("ring"), dtype="bfloat16"),
-    "ring 2, bf16 on the way": Layout(2, cp("ring"), reduce="bfloat16"),
-    "ring 2, ac selective": Layout(2, cp("ring"), activation_checkpoint="selective"),
-    "pp 2, 1f1b": Layout(2, pp()),
-    "pp 2, gpipe": Layout(2, pp("GPipe", pipeline_parallel_microbatch_size=2)),
-    "pp 2, interleaved": Layout(2, pp("Interleaved1F1B")),
-    "pp 2, interleaved zero-bubble": Layout(2, pp("InterleavedZeroBubble")),
-    "pp 2, zbv zero-bubble": Layout(2, pp("ZBVZeroBubble")),
-    "pp 2, mae": Layout(2, pp(), loss="mae"),
-    "pp 2, relative l2": Layout(2, pp(), loss="relative_l2"),
-    "pp 2, ac full": Layout(2, pp(), activation_checkpoint="full"),
-    "pp 2, accumulation 2": Layout(2, pp(), accumulation=2),
-    "pp 2 x fsdp 2": Layout(4, pp()),
-    "pp 2 x tp 2": Layout(4, pp(**tp())),
-    "pp 2 x ring 2": Layout(4, pp(**cp("ring"))),
-    "pp 2 x ulysses 2": Layout(4, pp(**cp())),
-    "pp 2 x all-gather 2": Layout(4, pp(**cp("all_gather"))),
-    "pp 2 x replicate 2": Layout(4, pp(**replicate(data_parallel_shard_degree=1))),
-    "hsdp 2 x 2": Layout(4, replicate()),
-    "hsdp 2 x 2, accumulation 2": Layout(4, replicate(), accumulation=2),
-    "fsdp 2 x tp 2": Layout(4, tp()),
-    "fsdp 2 x tp 2, accumulation 2": Layout(4, tp(), accumulation=2),
-    "replicate 2 x tp 2": Layout(4, tp(**replicate(data_parallel_shard_degree=1))),
-    "fsdp 2 x ulysses 2": Layout(4, cp()),
-    "fsdp 2 x all-gather 2": Layout(4, cp("all_gather")),
-    "fsdp 2 x ring 2": Layout(4, cp("ring")),
-    "replicate 2 x ring 2": Layout(4, cp("ring", **replicate(data_parallel_shard_degree=1))),
-    "ulysses 2 x tp 2": Layout(4, cp(**tp())),
-    "all-gather 2 x tp 2": Layout(4, cp("all_gather", **tp())),
-    "ring 2 x tp 2, odd tokens": Layout(4, cp("ring", **tp()), grid=ODD),
-    "ring 4, odd tokens": Layout(4, cp("ring", 4), grid=ODD),
-    "pp 2 x fsdp 2 x tp 2": Layout(8, pp(**tp())),
-    "pp 2 x replicate 2 x ulysses 2": Layout(8, pp(**cp(**replicate(data_parallel_shard_degree=1)))),
-    "replicate 2 x fsdp 2 x tp 2": Layout(8, tp(**replicate())),
-    "vit1b_h100x8: fsdp 4 x ulysses 2, float8, ac selective": Layout(
-        8, cp(), activation_checkpoint="selective", float8=True, float8_all_gather=True, dtype="bfloat16"
-    ),
-    "fsdp 2 x ulysses 2 x tp 2": Layout(8, cp(**tp())),
-    "replicate 2 x ring 2 x tp 2": Layout(8, cp("ring", **tp(**replicate(data_parallel_shard_degree=1)))),
+# Words of a row's name: by how much one multiplies the ranks, and its keys of [parallelism]; fields of
+# Layout; keys of [model].
+AXES: dict[str, tuple[int, dict[str, Any]]] = {
+    "ddp 2": (2, replicate()),
+    "zero-1 1": (1, {"data_parallel": "zero1"}),
+    "zero-1 2": (2, replicate(data_parallel="zero1")),
+    "replicate 2": (2, replicate(data_parallel_shard_degree=1)),
+    "hsdp 2 x 2": (4, replicate()),
+    "fsdp 2": (2, {}),
+    "fsdp 4": (4, {}),
+    "zero-2": (1, {"fsdp_reshard_after_forward": "never"}),
+    "zero-3": (1, {"fsdp_reshard_after_forward": "always"}),
+    "cpu offload": (1, {"cpu_offload": True}),
+    "tp 2": (2, tp()),
+    "ulysses 2": (2, cp()),
+    "all-gather 2": (2, cp("all_gather")),
+    "ring 2": (2, cp("ring")),
+    "ring 4": (4, cp("ring", 4)),
+    "tiles 2 x 1": (2, cp()),
+    "tiles 1 x 2": (2, cp()),
+    "tiles 2 x 2": (4, cp(degree=4)),
+    "pp 2": (2, pp()),
+    "1f1b": (1, pp()),
+    "gpipe": (1, pp("GPipe", pipeline_parallel_microbatch_size=2)),
+    "interleaved": (1, pp("Interleaved1F1B")),
+    "interleaved zero-bubble": (1, pp("InterleavedZeroBubble")),
+    "zbv zero-bubble": (1, pp("ZBVZeroBubble")),
 }
-ROLLOUT = {
-    "rollout 4, ac full": Layout(1, activation_checkpoint="full", rollout=4),
-    "rollout 4, accumulation 2": Layout(1, accumulation=2, rollout=4),
-    "rollout 4, ddp 2, accumulation 2": Layout(2, replicate(), accumulation=2, rollout=4),
-    "rollout 4, zero-1 2": Layout(2, replicate(data_parallel="zero1"), rollout=4),
-    "rollout 4, fsdp 2": Layout(2, rollout=4),
-    "rollout 4, fsdp 2, zero-3": Layout(2, {"fsdp_reshard_after_forward": "always"}, rollout=4),
-    "rollout 4, fsdp 2, cpu offload": Layout(2, {"cpu_offload": True}, rollout=4),
-    "rollout 2, fsdp 2, fp16": Layout(2, dtype="float16", rollout=2),
-    "rollout 4, tp 2, odd grid": Layout(2, tp(), grid=(11, 10), rollout=4),
-    "rollout 4, ulysses 2": Layout(2, cp(), rollout=4),
-    "rollout 4, all-gather 2, odd grid": Layout(2, cp("all_gather"), grid=(11, 10), rollout=4),
-    "rollout 4, ring 2, relative l2": Layout(2, cp("ring"), loss="relative_l2", rollout=4),
-    "rollout 4, pp 2, 1f1b": Layout(2, pp(), rollout=4),
-    "rollout 4, pp 2, accumulation 2": Layout(2, pp(), accumulation=2, rollout=4),
-    "rollout 4, pp 2, gpipe": Layout(2, pp("GPipe", pipeline_parallel_microbatch_size=2), rollout=4),
-    "rollout 4, pp 2, interleaved": Layout(2, pp("Interleaved1F1B"), rollout=4),
-    "rollout 4, pp 2, interleaved zero-bubble": Layout(2, pp("InterleavedZeroBubble"), rollout=4),
-    "rollout 4, pp 2, zbv zero-bubble": Layout(2, pp("ZBVZeroBubble"), rollout=4),
-    "rollout 4, u-net, tiles 2 x 1": Layout(2, cp(), unet=True, grid=(32, 16), rollout=4),
-    "rollout 4, fsdp 2 x tp 2": Layout(4, tp(), rollout=4),
-    "rollout 4, pp 2 x fsdp 2": Layout(4, pp(), rollout=4),
-    "rollout 4, pp 2 x tp 2": Layout(4, pp(**tp()), rollout=4),
-    "rollout 4, pp 2 x ring 2": Layout(4, pp(**cp("ring")), rollout=4),
-    "rollout 4, ulysses 2 x tp 2": Layout(4, cp(**tp()), rollout=4),
+FIELDS: dict[str, dict[str, Any]] = {
+    "ac full": {"activation_checkpoint": "full"},
+    "ac selective": {"activation_checkpoint": "selective"},
+    "ac every 2 blocks": {"activation_checkpoint": "every_n_blocks"},
+    "compile": {"compile": "aot_eager"},  # without the C++ of inductor, which takes half a minute
+    "inductor": {"compile": "inductor"},
+    "bf16": {"dtype": "bfloat16"},
+    "fp16": {"dtype": "float16"},
+    "bf16 on the way": {"reduce": "bfloat16"},
+    "float8 gathered": {"float8": True, "float8_all_gather": True},
+    "relative l2": {"loss": "relative_l2"},
+    "mae": {"loss": "mae"},
+    "rmse": {"loss": "rmse"},
+    "u-net": {"unet": True},
+    "tiles 2 x 1": {"grid": (32, 16)},
+    "odd tokens": {"grid": (12, 12)},  # 9: neither 2 nor 4 divides them
+    "odd grid": {"grid": (11, 10)},
+    "padded grid": {"grid": (18, 30)},
 }
-HISTORY = {
-    "history 2, accumulation 2": Layout(1, accumulation=2, history=2),
-    "history 2, tp 2, odd grid": Layout(2, tp(), grid=(11, 10), history=2),
-    "history 2, ulysses 2": Layout(2, cp(), history=2),
-    "history 2, pp 2, 1f1b": Layout(2, pp(), history=2),
-    "history 2, fsdp 2 x tp 2": Layout(4, tp(), history=2),
-    "history 2, rollout 2, zero-1 2": Layout(2, replicate(data_parallel="zero1"), rollout=2, history=2),
-    "history 3, rollout 4, all-gather 2, odd grid": Layout(
-        2, cp("all_gather"), grid=(11, 10), rollout=4, history=3
-    ),
-    "history 2, rollout 2, ring 2": Layout(2, cp("ring"), rollout=2, history=2),
-    "history 2, rollout 2, pp 2, 1f1b": Layout(2, pp(), rollout=2, history=2),
-    "history 2, rollout 2, u-net, tiles 2 x 1": Layout(
-        2, cp(), unet=True, grid=(32, 16), rollout=2, history=2
-    ),
-    "history 3, rollout 4, fsdp 2 x tp 2": Layout(4, tp(), rollout=4, history=3),
+FIELDS |= {word: {word: True} for word in ("boundary", "conserve", "float8", "lora", "roles", "roll")}
+NUMBERED = {"accumulation": "accumulation", "rollout": "rollout", "history": "history", "crps of": "members"}
+FIELDS |= {f"{word} {n}": {key: n} for word, key in NUMBERED.items() for n in (2, 3, 4)}
+MODEL: dict[str, tuple[tuple[str, Any], ...]] = {
+    "math": (("attention_backend", "math"),),
+    "qk norm": (("qk_norm", True),),
+    "rotary": (("position", "rotary"),),
+    "swiglu": (("mlp", "swiglu"),),
+    "windows": (("attention_windows", ((2, 0), (0, 4), (0, 0))),),  # of 4 x 8 tokens
+    "lines": (("attention_windows", ((1, 0), (0, 1))),),
+    "drop": (("stochastic_depth", 0.5), ("num_layers", 4)),
 }
-ROLES = {
-    "boundary, fsdp 2 x tp 2": Layout(4, tp(), boundary=True),
-    "boundary, history 2, rollout 2, ulysses 2": Layout(2, cp(), rollout=2, history=2, boundary=True),
-    "boundary, roles, rollout 2, pp 2, 1f1b": Layout(2, pp(), rollout=2, roles=True, boundary=True),
-    "boundary, u-net, tiles 2 x 1": Layout(2, cp(), unet=True, grid=(32, 16), rollout=2, boundary=True),
-    "roles, accumulation 2": Layout(1, accumulation=2, roles=True),
-    "roles, fsdp 2 x tp 2": Layout(4, tp(), roles=True),
-    "roles, fsdp 2 x ulysses 2": Layout(4, cp(), roles=True),
-    "roles, history 2, rollout 2, pp 2, 1f1b": Layout(2, pp(), rollout=2, history=2, roles=True),
-    "roles, history 2, rollout 2, tp 2": Layout(2, tp(), rollout=2, history=2, roles=True),
-    "roles, crps, rollout 2, ring 2": Layout(2, cp("ring"), rollout=2, members=3, roles=True),
-    "roles, u-net, tiles 2 x 1": Layout(2, cp(), unet=True, grid=(32, 16), rollout=2, roles=True),
-}
-TURNED = {
-    "rotary, accumulation 2": Layout(1, accumulation=2, model=ROTARY),
-    "rotary, qk norm, tp 2, odd tokens": Layout(2, tp(), grid=ODD, model=(*ROTARY, ("qk_norm", True))),
-    "rotary, ulysses 2, odd tokens": Layout(2, cp(), grid=ODD, model=ROTARY),
-    "rotary, all-gather 2": Layout(2, cp("all_gather"), model=ROTARY),
-    "rotary, ring 2, odd tokens": Layout(2, cp("ring"), grid=ODD, model=ROTARY),
-    "rotary, pp 2, 1f1b": Layout(2, pp(), model=ROTARY),
-    "rotary, fsdp 2, ac selective": Layout(2, activation_checkpoint="selective", model=ROTARY),
-    "rotary, tp 2, float8": Layout(2, tp(), float8=True, model=ROTARY),
-    "rotary, tp 2, bf16": Layout(2, tp(), dtype="bfloat16", model=ROTARY),
-    "rotary, ulysses 2 x tp 2": Layout(4, cp(**tp()), model=ROTARY),
-    "rotary, pp 2 x ring 2": Layout(4, pp(**cp("ring")), model=ROTARY),
-}
-GATED = {
-    "swiglu, fsdp 2": Layout(2, model=SWIGLU),
-    "swiglu, fsdp 2, compile": Layout(2, compile="inductor", model=SWIGLU),
-    "swiglu, tp 2": Layout(2, tp(), model=SWIGLU),
-    "swiglu, tp 2, float8": Layout(2, tp(), float8=True, model=SWIGLU),
-    "swiglu, tp 2, ac selective": Layout(2, tp(), activation_checkpoint="selective", model=SWIGLU),
-    "swiglu, lora, fsdp 2": Layout(2, lora=True, model=SWIGLU),
-    "swiglu, rmse, pp 2": Layout(2, pp(), loss="rmse", model=SWIGLU),
-    "swiglu, rmse, fsdp 2 x tp 2, accumulation 2": Layout(4, tp(), accumulation=2, loss="rmse", model=SWIGLU),
-    "rmse, tp 2, odd tokens": Layout(2, tp(), grid=ODD, loss="rmse"),
-    "rmse, ulysses 2, odd tokens": Layout(2, cp(), grid=ODD, loss="rmse"),
-    "rmse, rollout 4, ring 2": Layout(2, cp("ring"), loss="rmse", rollout=4),
-    "rmse, u-net, tiles 2 x 1": Layout(2, cp(), unet=True, grid=(32, 16), loss="rmse"),
-}
-WINDOWED = {
-    "windows, accumulation 2": Layout(1, accumulation=2, model=WINDOWS),
-    "windows, ac selective": Layout(1, activation_checkpoint="selective", model=WINDOWS),
-    "windows, ac full": Layout(1, activation_checkpoint="full", model=WINDOWS),
-    "windows, fsdp 2": Layout(2, model=WINDOWS),
-    "windows, fsdp 2, compile": Layout(2, compile="inductor", model=WINDOWS),
-    "windows, fsdp 2, bf16": Layout(2, dtype="bfloat16", model=WINDOWS),
-    "windows, fsdp 2, float8": Layout(2, float8=True, model=WINDOWS),
-    "windows, tp 2": Layout(2, tp(), model=WINDOWS),
-    "windows, tp 2, odd tokens": Layout(2, tp(), grid=ODD, model=LINES),
-    "windows, ulysses 2": Layout(2, cp(), model=WINDOWS),
-    "windows, rotary, ulysses 2, odd tokens": Layout(2, cp(), grid=ODD, model=(*ROTARY, *LINES)),
-    "windows, pp 2, 1f1b": Layout(2, pp(), model=WINDOWS),
-    "windows, pp 2, zbv zero-bubble": Layout(2, pp("ZBVZeroBubble"), model=WINDOWS),
-    "windows, rollout 4, fsdp 2": Layout(2, rollout=4, model=WINDOWS),
-    "windows, rollout 2, crps, tp 2": Layout(2, tp(), rollout=2, members=3, model=WINDOWS),
-    "windows, lora, fsdp 2": Layout(2, lora=True, model=WINDOWS),
-    "windows, fsdp 2 x tp 2": Layout(4, tp(), model=WINDOWS),
-    "windows, ulysses 2 x tp 2, math": Layout(4, cp(**tp()), model=(*WINDOWS, ("attention_backend", "math"))),
-    "windows, pp 2 x ulysses 2": Layout(4, pp(**cp()), model=WINDOWS),
-}
-ENSEMBLES = {
-    "crps, accumulation 2": Layout(1, accumulation=2, members=4),
-    "crps, ac full": Layout(1, activation_checkpoint="full", members=4),
-    "crps, ddp 2": Layout(2, replicate(), members=4),
-    "crps, fsdp 2, bf16": Layout(2, dtype="bfloat16", members=4),
-    "crps, tp 2, odd grid": Layout(2, tp(), grid=(11, 10), members=3),
-    "crps, ulysses 2": Layout(2, cp(), members=4),
-    "crps, ring 2, odd grid": Layout(2, cp("ring"), grid=(11, 10), members=3),
-    "crps, pp 2, 1f1b": Layout(2, pp(), members=4),
-    "crps, pp 2, gpipe": Layout(2, pp("GPipe", pipeline_parallel_microbatch_size=2), members=2),
-    "crps, pp 2, zbv zero-bubble": Layout(2, pp("ZBVZeroBubble"), members=2),
-    "crps, u-net, tiles 1 x 2": Layout(2, cp(), unet=True, members=3),
-    "crps, fsdp 2 x tp 2": Layout(4, tp(), members=4),
-    "crps, pp 2 x tp 2": Layout(4, pp(**tp()), members=2),
-    "crps, rollout 2, accumulation 2": Layout(1, accumulation=2, rollout=2, members=4),
-    "crps, rollout 2, tp 2": Layout(2, tp(), rollout=2, members=3),
-    "crps, rollout 2, ring 2": Layout(2, cp("ring"), rollout=2, members=3),
-    "crps, rollout 2, pp 2": Layout(2, pp(), rollout=2, members=3),
-    "crps, rollout 2, fsdp 2 x tp 2": Layout(4, tp(), rollout=2, members=3),
-    "crps, history 2, rollout 2, tp 2": Layout(2, tp(), rollout=2, history=2, members=3),
-}
-CONSERVING = {
-    "conserve, accumulation 2": Layout(1, accumulation=2, conserve=True),
-    "conserve, fsdp 2, bf16": Layout(2, dtype="bfloat16", conserve=True),
-    "conserve, tp 2, odd grid": Layout(2, tp(), grid=(11, 10), conserve=True),
-    "conserve, ring 2, odd grid": Layout(2, cp("ring"), grid=(11, 10), conserve=True),
-    "conserve, pp 2, 1f1b": Layout(2, pp(), conserve=True),
-    "conserve, pp 2, zbv zero-bubble": Layout(2, pp("ZBVZeroBubble"), conserve=True),
-    "conserve, u-net, tiles 2 x 1": Layout(2, cp(), unet=True, grid=(32, 16), conserve=True, rollout=2),
-    "conserve, crps, rollout 2, tp 2": Layout(2, tp(), rollout=2, members=3, conserve=True),
-    "conserve, rollout 2, fsdp 2 x ulysses 2": Layout(4, cp(), rollout=2, conserve=True),
-    "conserve, rollout 2, fsdp 2 x ulysses 2, crps": Layout(4, cp(), rollout=2, members=3, conserve=True),
-    "conserve, rollout 2, pp 2 x tp 2": Layout(4, pp(**tp()), rollout=2, conserve=True),
-}
-DROPPED = (("stochastic_depth", 0.5), ("num_layers", 4))
-DROPPING = {
-    "drop, accumulation 4": Layout(1, accumulation=4, model=DROPPED),
-    "drop, ac every 2 blocks": Layout(1, activation_checkpoint="every_n_blocks", model=DROPPED),
-    "drop, ddp 2": Layout(2, replicate(), model=DROPPED),
-    "drop, fsdp 2, ac selective": Layout(2, activation_checkpoint="selective", model=DROPPED),
-    "drop, fsdp 2, bf16": Layout(2, dtype="bfloat16", model=DROPPED),
-    "drop, ring 2, odd tokens": Layout(2, cp("ring"), grid=ODD, model=DROPPED),
-    "drop, pp 2, 1f1b": Layout(2, pp(), model=DROPPED),
-    "drop, rollout 4, pp 2, interleaved": Layout(2, pp("Interleaved1F1B"), rollout=4, model=DROPPED),
-    "drop, crps, rollout 2, fsdp 2 x tp 2": Layout(4, tp(), rollout=2, members=3, model=DROPPED),
-}
-ADAPTED = {
-    "lora, accumulation 2": Layout(1, accumulation=2, lora=True),
-    "lora, ac full": Layout(1, activation_checkpoint="full", lora=True),
-    "lora, ac selective": Layout(1, activation_checkpoint="selective", lora=True),
-    "lora, ddp 2": Layout(2, replicate(), lora=True),
-    "lora, zero-1 2": Layout(2, replicate(data_parallel="zero1"), lora=True),
-    "lora, fsdp 2": Layout(2, lora=True),
-    "lora, fsdp 2, bf16": Layout(2, dtype="bfloat16", lora=True),
-    "lora, fsdp 2, zero-3": Layout(2, {"fsdp_reshard_after_forward": "always"}, lora=True),
-    "lora, fsdp 2, cpu offload": Layout(2, {"cpu_offload": True}, lora=True),
-    "lora, ulysses 2": Layout(2, cp(), lora=True),
-    "lora, ring 2": Layout(2, cp("ring"), lora=True),
-    "lora, pp 2, 1f1b": Layout(2, pp(), lora=True),
-    "lora, pp 2, gpipe": Layout(2, pp("GPipe", pipeline_parallel_microbatch_size=2), lora=True),
-    "lora, pp 2, interleaved": Layout(2, pp("Interleaved1F1B"), lora=True),
-    "lora, pp 2, interleaved zero-bubble": Layout(2, pp("InterleavedZeroBubble"), lora=True),
-    "lora, pp 2, zbv zero-bubble": Layout(2, pp("ZBVZeroBubble"), lora=True),
-    "lora, hsdp 2 x 2": Layout(4, replicate(), lora=True),
-    "lora, rollout 2, fsdp 2": Layout(2, rollout=2, lora=True),
-    "lora, crps, fsdp 2": Layout(2, members=3, lora=True),
-}
-ROLLED = {
-    "roll, accumulation 2": Layout(1, accumulation=2, roll=True),
-    "roll, ddp 2": Layout(2, replicate(), roll=True),
-    "roll, fsdp 2, compile": Layout(2, compile="inductor", roll=True),
-    "roll, tp 2, odd grid": Layout(2, tp(), grid=(11, 10), roll=True),
-    "roll, ulysses 2": Layout(2, cp(), roll=True),
-    "roll, all-gather 2, odd grid": Layout(2, cp("all_gather"), grid=(11, 10), roll=True),
-    "roll, ring 2, odd tokens": Layout(2, cp("ring"), grid=ODD, roll=True),
-    "roll, u-net, tiles 1 x 2": Layout(2, cp(), unet=True, roll=True),
-    "roll, pp 2, 1f1b": Layout(2, pp(), roll=True),
-    "roll, lora, fsdp 2": Layout(2, lora=True, roll=True),
-    "roll, windows, drop, fsdp 2": Layout(2, model=(*WINDOWS, *DROPPED), roll=True),
-    "roll, history 2, rollout 4, fsdp 2 x tp 2": Layout(4, tp(), rollout=4, history=2, roll=True),
-    "roll, crps, rollout 2, ring 2": Layout(2, cp("ring"), rollout=2, members=3, roll=True),
-    "roll, roles, rollout 2, pp 2, 1f1b": Layout(2, pp(), rollout=2, roles=True, roll=True),
-    "roll, conserve, rollout 2, u-net, tiles 2 x 1": Layout(
-        2, cp(), unet=True, grid=(32, 16), conserve=True, rollout=2, roll=True
-    ),
-}
-TABLE = (
-    BASIC
-    | ROLLOUT
-    | HISTORY
-    | ROLES
-    | TURNED
-    | GATED
-    | WINDOWED
-    | ENSEMBLES
-    | CONSERVING
-    | DROPPING
-    | ADAPTED
-    | ROLLED
-)
+WORDS = "|".join(map(re.escape, sorted({*AXES, *FIELDS, *MODEL}, key=len, reverse=True)))
+
+
+def layout_of(name: str) -> Layout:
+    """The layout that the words of a name describe, such as "rotary, pp 2 x ring 2"."""
+    assert not re.sub(rf"({WORDS})(, | x |$)", "", name), f"{name}: a word is not known"
+    ranks, parallelism, fields, model = 1, {}, {}, ()
+    for word in re.findall(WORDS, name):
+        factor, keys = AXES.get(word, (1, {}))
+        ranks *= factor
+        parallelism |= keys
+        fields |= FIELDS.get(word, {})
+        model += MODEL.get(word, ())
+    return Layout(ranks, parallelism, model=model, **fields)
+
+
+def rows(names: str) -> dict[str, Layout]:
+    """Rows of the table, whose names are separated by semicolons."""
+    found = [" ".join(name.split()) for name in names.split(";")]
+    return {name: layout_of(name) for name in found}
+
+
+BASIC = rows("""
+accumulation 4; ac full; ac selective; ac every 2 blocks; inductor;
+ddp 2; ddp 2, accumulation 2; zero-1 1; zero-1 2; zero-1 2, accumulation 2;
+fsdp 2; fsdp 2, zero-2; fsdp 2, zero-3; fsdp 2, cpu offload;
+fsdp 2, accumulation 2; fsdp 2, relative l2; fsdp 2, mae; fsdp 2, ac full; fsdp 2, ac selective;
+fsdp 2, ac every 2 blocks; fsdp 2, inductor; fsdp 2, bf16; fsdp 2, fp16; fsdp 2, float8;
+tp 2, float8; u-net, ddp 2; u-net, fsdp 2; u-net, tiles 2 x 1; u-net, tiles 1 x 2, padded grid;
+u-net, tiles 1 x 2, padded grid, ac full; u-net, tiles 2 x 2, odd tokens;
+u-net, replicate 2 x tiles 2 x 1; u-net, fsdp 2 x tiles 2 x 1, accumulation 2;
+tp 2; tp 2, odd tokens; tp 2, qk norm, rotary; tp 2, ac selective; tp 2, ac full; tp 2, bf16;
+tp 2, relative l2; tp 2, mae; ulysses 2; ulysses 2, odd tokens, relative l2; ulysses 2, ac full;
+all-gather 2; all-gather 2, odd tokens; ring 2; ring 2, math, odd tokens; ring 2, bf16;
+ring 2, bf16 on the way; ring 2, ac selective; pp 2, 1f1b; pp 2, gpipe; pp 2, interleaved;
+pp 2, interleaved zero-bubble; pp 2, zbv zero-bubble; pp 2, mae; pp 2, relative l2; pp 2, ac full;
+pp 2, accumulation 2; pp 2 x fsdp 2; pp 2 x tp 2; pp 2 x ring 2; pp 2 x ulysses 2;
+pp 2 x all-gather 2; pp 2 x replicate 2; hsdp 2 x 2; hsdp 2 x 2, accumulation 2;
+fsdp 2 x tp 2; fsdp 2 x tp 2, accumulation 2; replicate 2 x tp 2;
+fsdp 2 x ulysses 2; fsdp 2 x all-gather 2; fsdp 2 x ring 2;
+replicate 2 x ring 2; ulysses 2 x tp 2; all-gather 2 x tp 2;
+ring 2 x tp 2, odd tokens; ring 4, odd tokens; pp 2 x fsdp 2 x tp 2; pp 2 x replicate 2 x ulysses 2;
+hsdp 2 x 2 x tp 2; fsdp 4 x ulysses 2, float8 gathered, bf16, ac selective;
+fsdp 2 x ulysses 2 x tp 2; replicate 2 x ring 2 x tp 2
+""")
+ROLLOUT = rows("""
+rollout 4, ac full; rollout 4, accumulation 2; rollout 4, ddp 2, accumulation 2; rollout 4, zero-1 2;
+rollout 4, fsdp 2; rollout 4, fsdp 2, zero-3; rollout 4, fsdp 2, cpu offload;
+rollout 2, fsdp 2, fp16; rollout 4, tp 2, odd grid; rollout 4, ulysses 2;
+rollout 4, all-gather 2, odd grid; rollout 4, ring 2, relative l2; rollout 4, pp 2, 1f1b;
+rollout 4, pp 2, accumulation 2; rollout 4, pp 2, gpipe; rollout 4, pp 2, interleaved;
+rollout 4, pp 2, interleaved zero-bubble; rollout 4, pp 2, zbv zero-bubble;
+rollout 4, u-net, tiles 2 x 1; rollout 4, fsdp 2 x tp 2; rollout 4, pp 2 x fsdp 2;
+rollout 4, pp 2 x tp 2; rollout 4, pp 2 x ring 2; rollout 4, ulysses 2 x tp 2
+""")
+HISTORY = rows("""
+history 2, accumulation 2; history 2, tp 2, odd grid; history 2, ulysses 2; history 2, pp 2, 1f1b;
+history 2, fsdp 2 x tp 2; history 2, rollout 2, zero-1 2;
+history 3, rollout 4, all-gather 2, odd grid; history 2, rollout 2, ring 2;
+history 2, rollout 2, pp 2, 1f1b; history 2, rollout 2, u-net, tiles 2 x 1;
+history 3, rollout 4, fsdp 2 x tp 2
+""")
+ROLES = rows("""
+boundary, fsdp 2 x tp 2; boundary, history 2, rollout 2, ulysses 2;
+boundary, roles, rollout 2, pp 2, 1f1b; boundary, rollout 2, u-net, tiles 2 x 1;
+roles, accumulation 2; roles, fsdp 2 x tp 2; roles, fsdp 2 x ulysses 2;
+roles, history 2, rollout 2, pp 2, 1f1b; roles, history 2, rollout 2, tp 2;
+roles, crps of 3, rollout 2, ring 2; roles, rollout 2, u-net, tiles 2 x 1
+""")
+TURNED = rows("""
+rotary, accumulation 2; rotary, qk norm, tp 2, odd tokens; rotary, ulysses 2, odd tokens;
+rotary, all-gather 2; rotary, ring 2, odd tokens; rotary, pp 2, 1f1b; rotary, fsdp 2, ac selective;
+rotary, tp 2, float8; rotary, tp 2, bf16; rotary, ulysses 2 x tp 2; rotary, pp 2 x ring 2
+""")
+GATED = rows("""
+swiglu, fsdp 2; swiglu, fsdp 2, inductor; swiglu, tp 2; swiglu, tp 2, float8;
+swiglu, tp 2, ac selective; swiglu, lora, fsdp 2; swiglu, rmse, pp 2;
+swiglu, rmse, fsdp 2 x tp 2, accumulation 2; rmse, tp 2, odd tokens; rmse, ulysses 2, odd tokens;
+rmse, rollout 4, ring 2; rmse, u-net, tiles 2 x 1
+""")
+WINDOWED = rows("""
+windows, accumulation 2; windows, ac selective; windows, ac full; windows, fsdp 2;
+windows, fsdp 2, bf16; windows, fsdp 2, float8; windows, tp 2;
+lines, tp 2, odd tokens; windows, ulysses 2; lines, rotary, ulysses 2, odd tokens;
+windows, pp 2, 1f1b; windows, pp 2, zbv zero-bubble; windows, rollout 4, fsdp 2;
+windows, rollout 2, crps of 3, tp 2; windows, lora, fsdp 2; windows, fsdp 2 x tp 2;
+windows, ulysses 2 x tp 2, math; windows, pp 2 x ulysses 2
+""")
+ENSEMBLES = rows("""
+crps of 4, accumulation 2; crps of 4, ac full; crps of 4, ddp 2; crps of 4, fsdp 2, bf16;
+crps of 3, tp 2, odd grid; crps of 4, ulysses 2; crps of 3, ring 2, odd grid; crps of 4, pp 2, 1f1b;
+crps of 2, pp 2, gpipe; crps of 2, pp 2, zbv zero-bubble; crps of 3, u-net, tiles 1 x 2;
+crps of 4, fsdp 2 x tp 2; crps of 2, pp 2 x tp 2; crps of 4, rollout 2, accumulation 2;
+crps of 3, rollout 2, tp 2; crps of 3, rollout 2, ring 2; crps of 3, rollout 2, pp 2;
+crps of 3, rollout 2, fsdp 2 x tp 2; crps of 3, history 2, rollout 2, tp 2
+""")
+CONSERVING = rows("""
+conserve, accumulation 2; conserve, fsdp 2, bf16; conserve, tp 2, odd grid;
+conserve, ring 2, odd grid; conserve, pp 2, 1f1b; conserve, pp 2, zbv zero-bubble;
+conserve, rollout 2, u-net, tiles 2 x 1; conserve, crps of 3, rollout 2, tp 2;
+conserve, rollout 2, fsdp 2 x ulysses 2; conserve, rollout 2, fsdp 2 x ulysses 2, crps of 3;
+conserve, rollout 2, pp 2 x tp 2
+""")
+DROPPING = rows("""
+drop, accumulation 4; drop, ac every 2 blocks; drop, ddp 2; drop, fsdp 2, ac selective;
+drop, fsdp 2, bf16; drop, ring 2, odd tokens; drop, pp 2, 1f1b; drop, rollout 4, pp 2, interleaved;
+drop, crps of 3, rollout 2, fsdp 2 x tp 2
+""")
+ADAPTED = rows("""
+lora, accumulation 2; lora, ac full; lora, ac selective; lora, ddp 2; lora, zero-1 2; lora, fsdp 2;
+lora, fsdp 2, bf16; lora, fsdp 2, zero-3; lora, fsdp 2, cpu offload; lora, ulysses 2; lora, ring 2;
+lora, pp 2, 1f1b; lora, pp 2, gpipe; lora, pp 2, interleaved; lora, pp 2, interleaved zero-bubble;
+lora, pp 2, zbv zero-bubble; lora, hsdp 2 x 2; lora, rollout 2, fsdp 2; lora, crps of 3, fsdp 2
+""")
+ROLLED = rows("""
+roll, accumulation 2; roll, ddp 2; roll, fsdp 2, inductor; roll, tp 2, odd grid; roll, ulysses 2;
+roll, all-gather 2, odd grid; roll, ring 2, odd tokens; roll, u-net, tiles 1 x 2; roll, pp 2, 1f1b;
+roll, lora, fsdp 2; roll, windows, drop, fsdp 2; roll, history 2, rollout 4, fsdp 2 x tp 2;
+roll, crps of 3, rollout 2, ring 2; roll, roles, rollout 2, pp 2, 1f1b;
+roll, conserve, rollout 2, u-net, tiles 2 x 1
+""")
+TABLE = BASIC | ROLLOUT | HISTORY | ROLES | TURNED | GATED | WINDOWED | ENSEMBLES | CONSERVING
+TABLE |= DROPPING | ADAPTED | ROLLED
 # Every technique and every pair of them compiled too: without the C++ of inductor, which takes half a minute.
 # Of these the parts are compiled in others.
-NOT_COMPILED = [
-    "ddp 2",
-    "zero-1 1",
-    "zero-1 2, accumulation 2",
-    "fsdp 2",
-    "fsdp 2, accumulation 2",
-    "fsdp 2, relative l2",
-    "fsdp 2, mae",
-    "u-net, tiles 2 x 1",
-    "u-net, tiles 1 x 2, ac full",
-    "u-net, tiles 2 x 2",
-    "u-net, replicate 2 x tiles 2 x 1",
-    "tp 2",
-    "tp 2, relative l2",
-    "ulysses 2",
-    "all-gather 2",
-    "ring 2, bf16 on the way",
-    "pp 2, mae",
-    "pp 2, relative l2",
-    "pp 2, accumulation 2",
-    "hsdp 2 x 2, accumulation 2",
-    "fsdp 2 x tp 2, accumulation 2",
-    "ring 4, odd tokens",
-]
+NOT_COMPILED = rows("""
+ddp 2; zero-1 1; zero-1 2, accumulation 2; fsdp 2; fsdp 2, accumulation 2; fsdp 2, relative l2;
+fsdp 2, mae; u-net, tiles 2 x 1; u-net, tiles 1 x 2, padded grid, ac full;
+u-net, tiles 2 x 2, odd tokens; u-net, replicate 2 x tiles 2 x 1;
+tp 2; tp 2, relative l2; ulysses 2; all-gather 2;
+ring 2, bf16 on the way; pp 2, mae; pp 2, relative l2; pp 2, accumulation 2;
+hsdp 2 x 2, accumulation 2; fsdp 2 x tp 2, accumulation 2;
+ring 4, odd tokens
+""")
 COMPILED = [name for name, layout in BASIC.items() if layout.ranks < 8 and name not in NOT_COMPILED]
 COMPILED += [*ROLLOUT, *HISTORY, *TURNED, *WINDOWED, *ENSEMBLES, *CONSERVING, *DROPPING, *ADAPTED, *ROLLED]
-TABLE |= {
-    f"{name}, compile": replace(TABLE[name], compile="aot_eager")
-    for name in COMPILED
-    if not TABLE[name].compile
-}
-FAST = [
-    "drop, ddp 2",
-    "drop, rollout 4, pp 2, interleaved",
-    "accumulation 4",
-    "ddp 2, accumulation 2",
-    "zero-1 2",
-    "fsdp 2",
-    "fsdp 2, zero-2",
-    "fsdp 2, ac selective",
-    "fsdp 2, bf16",
-    "fsdp 2, fp16",
-    "fsdp 2, float8",
-    "u-net, tiles 1 x 2, ac full",
-    "u-net, replicate 2 x tiles 2 x 1",
-    "u-net, fsdp 2 x tiles 2 x 1",
-    "tp 2, odd tokens",
-    "tp 2, qk norm, rotary",
-    "tp 2, ac full",
-    "ulysses 2, odd tokens, relative l2",
-    "all-gather 2",
-    "ring 2, math, odd tokens",
-    "ring 2, bf16 on the way",
-    "ring 2, compile",
-    "windows, tp 2, odd tokens",
-    "windows, rotary, ulysses 2, odd tokens",
-    "pp 2, 1f1b",
-    "pp 2, zbv zero-bubble, compile",
-    "pp 2 x fsdp 2",
-    "hsdp 2 x 2, accumulation 2",
-    "fsdp 2 x tp 2, accumulation 2",
-    "fsdp 2 x ring 2",
-    "ulysses 2 x tp 2",
-    "rollout 4, accumulation 2",
-    "rollout 4, all-gather 2, odd grid",
-    "rollout 4, pp 2, 1f1b",
-    "rollout 4, fsdp 2 x tp 2",
-    "history 2, rollout 2, u-net, tiles 2 x 1",
-    "rotary, ring 2, odd tokens",
-    "crps, accumulation 2",
-    "crps, tp 2, odd grid",
-    "crps, ulysses 2, compile",
-    "crps, u-net, tiles 1 x 2",
-    "crps, rollout 2, pp 2",
-    "conserve, pp 2, 1f1b",
-    "conserve, u-net, tiles 2 x 1",
-    "conserve, rollout 2, fsdp 2 x ulysses 2, crps",
-    "lora, fsdp 2",
-    "lora, pp 2, zbv zero-bubble",
-    "roll, ring 2, odd tokens",
-    "roll, history 2, rollout 4, fsdp 2 x tp 2",
-    "roll, crps, rollout 2, ring 2",
-]
-SLOW = [
-    "zero-1 1",
-    "ac full",
-    "ac selective",
-    "ac every 2 blocks",
-    "fsdp 2, accumulation 2",
-    "tp 2, mae",
-    "ring 2",
-    "windows, rotary, ulysses 2, odd tokens, compile",
-    "windows, pp 2, 1f1b",
-    "pp 2, interleaved",
-    "pp 2, zbv zero-bubble",
-    "hsdp 2 x 2",
-    "fsdp 2 x tp 2",
-    "rotary, qk norm, tp 2, odd tokens",
-    "rotary, pp 2, 1f1b",
-    "crps, ulysses 2",
-    "crps, pp 2, 1f1b",
-    "crps, fsdp 2 x tp 2",
-    "crps, rollout 2, fsdp 2 x tp 2",
-    "crps, history 2, rollout 2, tp 2",
-    "lora, ac selective",
-    "roll, crps, rollout 2, ring 2, compile",
-]
+TABLE |= rows(";".join(f"{name}, compile" for name in COMPILED if not TABLE[name].compile))
+# What the tests run, and what only the slow ones do.
+FAST = rows("""
+drop, ddp 2; drop, rollout 4, pp 2, interleaved;
+accumulation 4; ddp 2, accumulation 2; zero-1 2;
+fsdp 2; fsdp 2, zero-2; fsdp 2, ac selective; fsdp 2, bf16; fsdp 2, fp16; fsdp 2, float8;
+u-net, tiles 1 x 2, padded grid, ac full; u-net, replicate 2 x tiles 2 x 1;
+u-net, fsdp 2 x tiles 2 x 1, accumulation 2; tp 2, odd tokens; tp 2, qk norm, rotary; tp 2, ac full;
+ulysses 2, odd tokens, relative l2; all-gather 2;
+ring 2, math, odd tokens; ring 2, bf16 on the way; ring 2, compile;
+lines, tp 2, odd tokens; lines, rotary, ulysses 2, odd tokens;
+pp 2, 1f1b; pp 2, zbv zero-bubble, compile; pp 2 x fsdp 2;
+hsdp 2 x 2, accumulation 2; fsdp 2 x tp 2, accumulation 2; fsdp 2 x ring 2;
+ulysses 2 x tp 2; rollout 4, accumulation 2; rollout 4, all-gather 2, odd grid;
+rollout 4, pp 2, 1f1b; rollout 4, fsdp 2 x tp 2; history 2, rollout 2, u-net, tiles 2 x 1;
+rotary, ring 2, odd tokens; crps of 4, accumulation 2; crps of 3, tp 2, odd grid;
+crps of 4, ulysses 2, compile; crps of 3, u-net, tiles 1 x 2; crps of 3, rollout 2, pp 2;
+conserve, pp 2, 1f1b; conserve, rollout 2, u-net, tiles 2 x 1;
+conserve, rollout 2, fsdp 2 x ulysses 2, crps of 3; lora, fsdp 2; lora, pp 2, zbv zero-bubble;
+roll, ring 2, odd tokens; roll, history 2, rollout 4, fsdp 2 x tp 2;
+roll, crps of 3, rollout 2, ring 2
+""")
+SLOW = rows("""
+fsdp 2, inductor; zero-1 1; ac full; ac selective; ac every 2 blocks;
+fsdp 2, accumulation 2; tp 2, mae; ring 2; lines, rotary, ulysses 2, odd tokens, compile;
+windows, pp 2, 1f1b; pp 2, interleaved; pp 2, zbv zero-bubble;
+hsdp 2 x 2; fsdp 2 x tp 2; rotary, qk norm, tp 2, odd tokens; rotary, pp 2, 1f1b;
+crps of 4, ulysses 2; crps of 4, pp 2, 1f1b; crps of 4, fsdp 2 x tp 2;
+crps of 3, rollout 2, fsdp 2 x tp 2; crps of 3, history 2, rollout 2, tp 2; lora, ac selective;
+roll, crps of 3, rollout 2, ring 2, compile
+""")

@@ -1,6 +1,5 @@
 """The same small set of analyses, written in every layout that users have."""
 
-from collections.abc import Callable
 from pathlib import Path
 
 import h5py
@@ -9,7 +8,7 @@ import xarray as xr
 import zarr
 
 from datasets import convert
-from datasets.archive import Archive, TrainingStore, open_archive
+from datasets.archive import TrainingStore, open_archive
 
 LEVELS = [500, 850, 1000]
 NAMES = [f"{name}:{level}" for name in ("geopotential", "temperature") for level in LEVELS] + [
@@ -266,10 +265,6 @@ EXACT = [
     westwards_with_cyclic_column,
     shuffled_and_repeated,
 ]
-
-
-def write(layout: Callable, tmp_path: Path, ds: xr.Dataset) -> Archive:
-    return open_archive(layout(tmp_path, ds))
 
 
 def training_store(source: str, target: Path, *options: str) -> TrainingStore:

@@ -6,7 +6,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from config import ActivationCheckpoint, Float8, Lora, Model
 from models.initialization import init_weights
@@ -18,7 +20,6 @@ from parallelisms.degrees import Degrees
 from parallelisms.float8 import apply_float8
 from planning.memory import block_activations, unit_bytes
 from planning.workload import Workload, architecture_of
-from tests.storages import bytes_alive
 
 RECOMPUTING = ("full", "every_n_blocks", "selective")
 MODES = ("none", *RECOMPUTING)
@@ -30,11 +31,7 @@ PRECISIONS = {
 }
 
 
-@pytest.fixture(autouse=True)
-def as_before():
-    """Compilations belong to the process."""
-    yield
-    torch._dynamo.reset()
+pytestmark = pytest.mark.usefixtures("no_compilations")
 
 
 def build(mode: str, layers: int = 4, float8: bool = False, compiled: bool = False, **options):
@@ -61,18 +58,36 @@ def gradients(model: nn.Module) -> dict[str, Tensor]:
 # -- bytes
 
 
-def bytes_saved(model: nn.Module, x: Tensor) -> int:
-    """Bytes that autograd saves, each storage once, without parameters."""
-    own = {p.untyped_storage()._cdata for p in model.parameters()}
-    saved: dict[int, Tensor] = {}
+class Storages(TorchDispatchMode):
+    """Every storage made while active, and which of them still live: autograd's and the policy's alike."""
 
-    def pack(tensor: Tensor) -> Tensor:
-        saved[tensor.untyped_storage()._cdata] = tensor
-        return tensor
+    def __init__(self) -> None:
+        super().__init__()
+        self.made: dict[int, tuple[StorageWeakRef, int]] = {}
+        self.weights: set[int] = set()  # autocast's copies: a matter of parameters, not of tokens
 
-    with saved_tensors_hooks(pack, lambda tensor: tensor):
-        model(x)
-    return sum(t.untyped_storage().nbytes() for key, t in saved.items() if key not in own)
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(out):
+            if isinstance(tensor, Tensor):
+                storage = tensor.untyped_storage()
+                self.made.setdefault(storage._cdata, (StorageWeakRef(storage), storage.nbytes()))
+                if func is torch.ops.aten._to_copy.default and isinstance(args[0], nn.Parameter):
+                    self.weights.add(storage._cdata)
+        return out
+
+    def live_bytes(self, model: nn.Module) -> int:
+        own = {p.untyped_storage()._cdata for p in model.parameters()} | self.weights
+        return sum(n for key, (ref, n) in self.made.items() if key not in own and not ref.expired())
+
+
+def bytes_alive(model: nn.Module, x: Tensor, autocast: bool, *keys: Tensor) -> int:
+    """After model(x, *keys), without parameters and autocast's copies of them."""
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast), Storages() as storages:
+        out = model(x, *keys)
+    alive = storages.live_bytes(model)
+    del out
+    return alive
 
 
 def units_alive(mode: str, precision: str = "float32", **options) -> float:
@@ -87,18 +102,6 @@ def planned_units(mode: str, attention_backend: str = "sdpa", **options) -> floa
     model = architecture_of(Model("vit", (1, 1), D, 4, HEADS, **options), (16, 32), 2, 2)
     work = Workload(model, Degrees(), B, B, ac_mode=mode, attention=attention_backend)
     return block_activations(work, mode) / unit_bytes(work)
-
-
-def units_saved(mode: str, compiled: bool = False) -> float:
-    def kept(layers: int) -> int:
-        model = build("none", layers)
-        apply_activation_checkpoint(model, ActivationCheckpoint(mode), compiled=compiled)  # type: ignore[arg-type]
-        if compiled:
-            torch._dynamo.reset()
-            apply_compile(model, backend="aot_eager_decomp_partition")
-        return bytes_saved(model, patches())
-
-    return (kept(6) - kept(4)) / 2 / (B * T * D * 4)
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)
@@ -141,7 +144,25 @@ def test_float8_keeps_one_unit_more() -> None:
 
 @pytest.mark.parametrize("mode", MODES)
 def test_compiled_blocks_keep_the_same(mode: str) -> None:
-    assert units_saved(mode, compiled=True) == pytest.approx(planned_units(mode), rel=0.02)
+    """Of what autograd saves, each storage once, without parameters."""
+
+    def kept(layers: int) -> int:
+        model, saved = build("none", layers), {}
+        apply_activation_checkpoint(model, ActivationCheckpoint(mode), compiled=True)  # type: ignore[arg-type]
+        torch._dynamo.reset()
+        apply_compile(model, backend="aot_eager_decomp_partition")
+        own = {p.untyped_storage()._cdata for p in model.parameters()}
+
+        def pack(tensor: Tensor) -> Tensor:
+            saved[tensor.untyped_storage()._cdata] = tensor
+            return tensor
+
+        with saved_tensors_hooks(pack, lambda tensor: tensor):
+            model(patches())
+        return sum(t.untyped_storage().nbytes() for key, t in saved.items() if key not in own)
+
+    units = (kept(6) - kept(4)) / 2 / (B * T * D * 4)
+    assert units == pytest.approx(planned_units(mode), rel=0.02)
 
 
 # -- work

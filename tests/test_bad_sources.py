@@ -4,6 +4,7 @@ import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -11,7 +12,6 @@ import xarray as xr
 import zarr
 
 from config import Data
-from datasets import source
 from datasets.archive import open_archive
 from datasets.selection import open_selection
 from errors import ConfigError, DataError
@@ -102,13 +102,6 @@ def test_known_units_are_converted(tmp_path, truth, name, units, factor, offset)
     np.testing.assert_allclose(found, field.astype("f8") * factor + offset, rtol=1e-6, atol=1e-6)
 
 
-@pytest.mark.parametrize(("name", "units"), [(T2M, "m s-1"), ("geopotential", "K"), (T2M, "furlong")])
-def test_other_units_are_refused_with_both_names(tmp_path, truth, name, units):
-    with_units(truth, name, units).to_netcdf(tmp_path / "a.nc", engine="h5netcdf")
-    text = refusal(str(tmp_path / "a.nc"), Z500 if name == "geopotential" else name)
-    assert repr(units) in text and ("'K'" in text or "'m2 s-2'" in text)
-
-
 def packed(tmp_path: Path, stored: np.ndarray, **attributes: Any) -> str:
     coords = analyses().drop_vars("level").coords
     axes = ("time", "latitude", "longitude")
@@ -134,11 +127,6 @@ def test_unsigned_integers_and_their_fill_values(tmp_path):
     assert "_FillValue 1e+20 does not fit its type int16" in refusal(path)
 
 
-@pytest.mark.parametrize("scale", [np.array([1.0, 2.0]), np.nan, "ten"])
-def test_a_scale_that_is_no_number_is_refused(tmp_path, scale):
-    assert "scale_factor" in refusal(packed(tmp_path, np.zeros((5, 6, 8), "i2"), scale_factor=scale))
-
-
 @pytest.mark.parametrize(
     ("levels", "units"), [([50, 85, 100], "kPa"), ([0.5, 0.85, 1.0], "bar"), ([50000, 85000, 100000], "Pa")]
 )
@@ -148,13 +136,37 @@ def test_levels_of_other_pressures_are_converted(tmp_path, truth, levels, units)
     np.testing.assert_array_equal(open_archive(str(tmp_path / "a.nc")).read_block(0, 5, NAMES), values(truth))
 
 
-@pytest.mark.parametrize(
-    ("levels", "units"), [([500, 850, 1000], "m"), ([1, 2, 3], "1"), ([500, np.nan, 1000], "hPa")]
-)
-def test_levels_that_are_no_pressures_are_refused(tmp_path, truth, levels, units):
-    ds = truth.assign_coords(level=("level", np.array(levels, "f8"), {"units": units}))
-    ds.to_netcdf(tmp_path / "a.nc", engine="h5netcdf")
-    assert "'level'" in refusal(str(tmp_path / "a.nc"), Z500)
+def with_coordinate(name: str, numbers: list[float], units: str) -> Callable[[xr.Dataset], xr.Dataset]:
+    return lambda ds: ds.assign_coords({name: (name, np.array(numbers, "f8"), {"units": units})})
+
+
+def with_scale(scale: Any) -> Callable[[xr.Dataset], xr.Dataset]:
+    return lambda ds: ds.assign({T2M: (ds[T2M].dims, np.zeros((5, 6, 8), "i2"), {"scale_factor": scale})})
+
+
+NONE = float("nan")
+REFUSED = {  # how the analyses are changed, the variable that is read, words of the line
+    "a speed": (lambda ds: with_units(ds, T2M, "m s-1"), T2M, ["'m s-1'", "'K'"]),
+    "a temperature": (lambda ds: with_units(ds, "geopotential", "K"), Z500, ["'K'", "'m2 s-2'"]),
+    "no units": (lambda ds: with_units(ds, T2M, "furlong"), T2M, ["'furlong'", "'K'"]),
+    "two scales": (with_scale(np.array([1.0, 2.0])), T2M, ["scale_factor"]),
+    "a scale of NaN": (with_scale(np.nan), T2M, ["scale_factor"]),
+    "a scale of text": (with_scale("ten"), T2M, ["scale_factor"]),
+    "heights": (with_coordinate("level", [500, 850, 1000], "m"), Z500, ["'level'"]),
+    "numbers of levels": (with_coordinate("level", [1, 2, 3], "1"), Z500, ["'level'"]),
+    "a level of NaN": (with_coordinate("level", [500, NONE, 1000], "hPa"), Z500, ["'level'"]),
+    "dates of NaN": (with_coordinate("time", 5 * [NONE], "hours since 2020-01-01"), T2M, ["cannot read"]),
+    "longitudes of NaN": (with_coordinate("longitude", 8 * [NONE], "degrees_east"), T2M, ["cannot read"]),
+}
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("row", REFUSED)
+def test_what_is_no_weather_is_refused(tmp_path, truth, row):
+    change, variable, words = REFUSED[row]
+    change(truth).to_netcdf(tmp_path / "a.nc", engine="h5netcdf")
+    text = refusal(str(tmp_path / "a.nc"), variable)
+    assert all(word in text for word in words), text
 
 
 def test_files_that_overlap_with_other_values_are_refused(tmp_path, truth):
@@ -169,23 +181,6 @@ def test_files_that_overlap_with_other_values_are_refused(tmp_path, truth):
     (ds.isel(time=slice(3, 5)) + 1).to_netcdf(tmp_path / "c.nc", engine="h5netcdf")
     text = refusal(str(tmp_path))
     assert "a.nc" in text and "c.nc" in text and "2020-01-01T00:00:00" in text
-
-
-def unreadable_folder(path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
-    def refuse(folder: str) -> list[str]:
-        raise PermissionError(13, "Permission denied", folder)
-
-    monkeypatch.setattr(source.os, "listdir", refuse)
-    return str(path)
-
-
-def unreadable_file(path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
-    def refuse(*_: Any, **__: Any) -> None:
-        raise PermissionError(13, "Permission denied")
-
-    analyses()[[T2M]].to_netcdf(path / "a.nc", engine="h5netcdf")
-    monkeypatch.setattr("builtins.open", refuse)
-    return str(path / "a.nc")
 
 
 def on_cells(name: str, **attrs: str) -> xr.DataArray:
@@ -306,10 +301,12 @@ def test_static_fields_that_differ_are_refused(tmp_path):
         open_archive(str(tmp_path / "*.nc")).read_static("land_sea_mask")
 
 
-@pytest.mark.parametrize("make", [unreadable_folder, unreadable_file])
-def test_what_may_not_be_read_is_one_line(tmp_path, monkeypatch, make: Callable):
+@pytest.mark.parametrize(("name", "call"), [("", "datasets.source.os.listdir"), ("a.nc", "builtins.open")])
+def test_what_may_not_be_read_is_one_line(tmp_path, monkeypatch, name: str, call: str):
     """Root may read everything, so that the system's answer is made here."""
-    assert "Permission denied" in refusal(make(tmp_path, monkeypatch))
+    analyses()[[T2M]].to_netcdf(tmp_path / "a.nc", engine="h5netcdf")
+    monkeypatch.setattr(call, Mock(side_effect=PermissionError(13, "Permission denied")))
+    assert "Permission denied" in refusal(str(tmp_path / name))
 
 
 # -- configurations

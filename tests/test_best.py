@@ -16,7 +16,7 @@ from config import Checkpoint, Config, Job, Training, Validation
 from errors import ConfigError
 from jobs.heartbeat import LONG_PHASES, activity
 from tests.planned import run_train
-from tests.started_jobs import write_config
+from tests.started_jobs import records, run_options, write_config
 from training.config_checks import load_checked
 from training.validator import Best
 
@@ -164,36 +164,26 @@ def test_members_are_what_values_have_in_common(checkpointer):
 def test_a_validation_that_a_kill_took_is_made_up(tmp_path):
     """Of the step that a run resumes from: its checkpoint was complete, and could not become the best."""
     words = [*VALIDATION, "--validation.interval=2", "--validation.lead_hours=[6]"]
-    words += [
-        "--checkpoint.interval=2",
-        "--checkpoint.async_mode=disabled",
-        "--checkpoint.keep_best=val/loss",
-    ]
-    files = ["--job.config_file", str(write_config(tmp_path)), "--job.dump_folder", str(tmp_path / "run")]
-    words += ["--validation.plots=false"]
+    words += ["--checkpoint.interval=2", "--checkpoint.keep_best=val/loss", "--validation.plots=false"]
+    words = run_options(write_config(tmp_path), tmp_path / "run", *words, "--training.steps=4")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("training.validator.Validation.run", lambda *_: sys.exit("killed"))
         with pytest.raises(SystemExit, match="killed"):
-            run_train(*files, *words, "--training.steps=4")
-    run_train(*files, *words, "--training.steps=4")
+            run_train(*words)
+    run_train(*words)
     assert validated(tmp_path) == [2, 4] and read_best(tmp_path / "run")
-    run_train(*files, *words, "--training.steps=4")  # ended, and validated again
+    run_train(*words)  # ended, and validated again
     assert validated(tmp_path) == [2, 4]
 
 
 def test_plots_that_cannot_be_written_end_no_run(tmp_path, monkeypatch, caplog):
-    def fail(*_: object) -> None:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr("verification.plots.plot_run", fail)
+    full = Mock(side_effect=OSError(28, "No space left on device"))
+    monkeypatch.setattr("verification.plots.plot_run", full)
     words = [*VALIDATION, "--validation.lead_hours=[6]", "--training.steps=2", "--checkpoint.enable=false"]
-    run_train(
-        "--job.config_file", str(write_config(tmp_path)), f"--job.dump_folder={tmp_path / 'run'}", *words
-    )
+    run_train(*run_options(write_config(tmp_path), tmp_path / "run", *words))
     assert "plots of step 2 are not written" in caplog.text and validated(tmp_path) == [2]
 
 
 def validated(folder: Path) -> list[int]:
     """The steps in metrics.jsonl that have scores."""
-    lines = (folder / "run/metrics.jsonl").read_text().splitlines()
-    return [record["step"] for record in map(json.loads, lines) if "val/loss" in record]
+    return [record["step"] for record in records(folder / "run") if "val/loss" in record]

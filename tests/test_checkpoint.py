@@ -254,13 +254,13 @@ def test_host_memory_does_not_grow_with_saves(build):
     run, checkpointer = Run(width=20_000), build("async_with_pinned_mem", keep=1)  # 2 MB with its moments
     run.step()
     sizes = []
-    for save in range(40):
+    for save in range(25):
         run.state.progress.step += 1
         run.save(checkpointer)
-        if save in (10, 39):
+        if save in (5, 24):
             checkpointer.wait()
             sizes.append(memory_kib() + memory_kib(checkpointer.process.started.result()._save_process.pid))
-    assert sizes[1] - sizes[0] < 10_000  # KiB; 29 saves are 58 MB, and other tests leave gaps to fill
+    assert sizes[1] - sizes[0] < 10_000  # KiB; 19 saves are 38 MB, and other tests leave gaps to fill
 
 
 def count_staged(layout: Layout, folder: Path) -> tuple[int, int]:
@@ -279,19 +279,10 @@ def count_staged(layout: Layout, folder: Path) -> tuple[int, int]:
     return staged, sum(tensor.nbytes for tensor in local)
 
 
-@pytest.mark.parametrize(
-    ("ranks_of_layout", "replicas", "parallelism"),
-    [
-        (2, 2, replicate()),
-        pytest.param(4, 2, replicate(), marks=pytest.mark.slow),
-        pytest.param(2, 1, {}, marks=pytest.mark.slow),
-    ],
-)
-def test_a_rank_copies_what_it_writes_alone(ranks, tmp_path, ranks_of_layout, replicas, parallelism):
+def test_a_rank_copies_what_it_writes_alone(ranks, tmp_path):
     """Each replica copied the whole state: 160 GB of /dev/shm for 1 B parameters with averages on 8 ranks."""
-    layout = Layout(ranks_of_layout, parallelism)
-    for staged, size in ranks(ranks_of_layout).run(count_staged, layout, tmp_path):
-        assert 0.75 * size / replicas < staged < 1.25 * size / replicas
+    for staged, size in ranks(2).run(count_staged, Layout(2, replicate()), tmp_path):
+        assert 0.75 * size / 2 < staged < 1.25 * size / 2
     assert complete_steps(tmp_path) == [1, 2]
 
 

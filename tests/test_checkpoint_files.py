@@ -5,6 +5,7 @@ import fcntl
 import os
 import pickle
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -107,11 +108,7 @@ def test_objects_that_are_no_tensors_are_refused(one_rank, tmp_path):
 
 def test_checkpoints_are_read_and_pruned_without_locks(build, tmp_path, caplog, monkeypatch):  # noqa: F811
     """Which is said; a checkpoint on such a file system was taken for damaged."""
-
-    def refuse(*_: object) -> None:
-        raise OSError(errno.ENOLCK, "No locks available")
-
-    monkeypatch.setattr(fcntl, "flock", refuse)
+    monkeypatch.setattr(fcntl, "flock", Mock(side_effect=OSError(errno.ENOLCK, "No locks available")))
     run, checkpointer = Run(), build("disabled", keep=1)
     run.step_and_save(checkpointer, 2)
     other = Run(seed=1)

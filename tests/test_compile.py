@@ -18,11 +18,7 @@ from parallelisms.compile import apply_compile
 MODES = ("none", "full", "every_n_blocks", "selective")
 
 
-@pytest.fixture(autouse=True)
-def no_earlier_compilations():
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
+pytestmark = pytest.mark.usefixtures("no_compilations")
 
 
 def build(layers: int = 3, mode: str = "none", **options) -> VisionTransformer:
@@ -36,23 +32,9 @@ def patches() -> Tensor:
     return torch.randn(4, 32, 2, generator=torch.Generator().manual_seed(1))
 
 
-def step(model: nn.Module) -> tuple[Tensor, dict[str, Tensor]]:
-    """Loss and gradients of a training step, in which blocks may drop samples."""
-    loss = model(patches(), torch.arange(4)).square().mean()
-    model.zero_grad()
-    loss.backward()
-    return loss.detach(), {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
-
-
-def assert_same_step(model: nn.Module, reference: nn.Module) -> None:
-    """Within rounding of float32: measured 6e-7 of a gradient's norm with inductor, 0 with aot_eager."""
-    (loss, gradients), (expected, references) = step(model), step(reference)
-    torch.testing.assert_close(loss, expected, rtol=1e-6, atol=0)
-    assert list(gradients) == list(references)
-    for name, reference_gradient in references.items():
-        error = (gradients[name] - reference_gradient).norm()
-        # The key's bias shifts every score of a query alike: its gradient is zero, but for rounding.
-        assert error <= 1e-5 * reference_gradient.norm() + 1e-9, name
+def step(model: nn.Module) -> None:
+    """Forward and backward, in which blocks may drop samples."""
+    model(patches(), torch.arange(4)).square().mean().backward()
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -79,25 +61,6 @@ def test_one_compilation_for_each_shape_of_windows() -> None:
     with torch.no_grad():
         model.eval()(patches())
     assert graphs.frame_count == 2 * 4
-
-
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("backend", ("sdpa", "math"))
-def test_numbers_are_those_of_eager(mode: str, backend: str) -> None:
-    """Under the same names."""
-    model, reference = build(mode=mode, attention_backend=backend), build(attention_backend=backend)
-    apply_compile(model, backend="aot_eager")
-    assert_same_step(model, reference)
-    assert list(model.state_dict()) == list(reference.state_dict())
-    assert [name for name, _ in model.named_modules()] == [name for name, _ in reference.named_modules()]
-
-
-@pytest.mark.slow
-def test_numbers_of_inductor() -> None:
-    """With the default backend: C++ on a CPU, so g++ has to be there."""
-    model = build(2, "selective")
-    apply_compile(model)
-    assert_same_step(model, build(2))
 
 
 def test_one_compilation_under_fsdp(one_rank: torch.device) -> None:

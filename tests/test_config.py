@@ -74,6 +74,8 @@ def refusal(argv: list[str], capsys: pytest.CaptureFixture[str]) -> str:
 ENSEMBLE = "--training.loss crps --training.members 3 --model.noise_dim 4"
 LORA = "--lora.rank 4 --checkpoint.initial_load_path elsewhere"
 BEST = "--validation.enable --checkpoint.keep_best val/rmse/2m_temperature@42h"
+PART = "--data.region [80,0,-50,200]"
+ADDRESSES = ("9400", ":9400", "127.0.0.1", "127.0.0.1:0", "127.0.0.1:70000", "a:b")
 COMMAND_LINES = [
     # -- names and syntax
     ("--trainning.steps 3", "trainning: unknown section in the command line; did you mean training?"),
@@ -123,6 +125,15 @@ COMMAND_LINES = [
     ("--model.name unet --float8.enable", "float8.enable = True: multiplies the matrices of a ViT"),
     ("--model.name unet --model.levels 5", "model.levels = 5 on a grid of 6 x 8: 32 columns make one"),
     ("--training.augmentation roll --data.boundary_width 1", "augmentation = 'roll': an area with"),
+    (f"{PART} --data.boundary_width 3", "data.boundary_width = 3"),
+    (f"{PART} --data.boundary_width 1 --forecast.persist_forcings", "forecast.persist_forcings"),
+    ("--data.boundary_width 1", "data.boundary_width = 1: "),
+    ("--model.attention_windows [[2,0],[3,3]]", "model.attention_windows"),
+    ("--model.attention_windows [[0,5]]", "model.attention_windows"),
+    (f"{PART} --model.conserve '[\"2m_temperature\"]'", "not global"),
+    ("--data.step_hours 3", "6 hours apart"),
+    *((f"--metrics.prometheus {address}", "metrics.prometheus = ") for address in ADDRESSES),
+    ("--data.diagnostic_variables '[\"2m_temperature\"]'", "'2m_temperature' is listed"),
     ("--training.members 4", "training.members = 4: "),
     ("--model.noise_dim 4", "model.noise_dim = 4: "),
     ("--validation.members 4", "validation.members = 4: "),
@@ -301,7 +312,6 @@ def test_the_folder_of_a_run_is_its_configuration(tmp_path: Path, folder: Path) 
 
 # Through the door: program, processes, arguments, what the line says.
 STARTED = [
-    ("./run_train.sh", 1, "--trainning.steps 3", "did you mean training?"),
     ("./run_train.sh", 2, f"{REPLICATE} 3", "the run has 2 rank(s)"),
     ("train.py", 1, "--data.path /nowhere", "data.path = '/nowhere'"),
 ]

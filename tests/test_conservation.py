@@ -8,17 +8,15 @@ import torch
 from torch import Tensor
 
 from checkpoints.export import OneStep, export_program
-from config import Config, Data, Model
+from config import Model
 from datasets.channels import Channels
 from datasets.conditions import Conditions
 from datasets.grid import Grid, area_weights, global_grid
 from datasets.normalization import Normalizer
 from datasets.statistics import Statistics
-from errors import ConfigError, DataError
+from errors import DataError
 from models.initialization import init_weights
 from models.registry import build_model
-from planning.start_checks import check_model
-from tests.parity import Layout, SmallRun
 from training.conservation import build_conservation
 from verification.rollout import model_forecast, rollout
 
@@ -138,33 +136,6 @@ def test_an_exported_program_and_validations_conserve_too(tmp_path):
     changes = global_means(after, grid) - global_means(start, grid)
     np.testing.assert_allclose(changes[:, 2] - 9.80665 * changes[:, 0], 0, atol=1e-3)  # of 1e5 Pa in float32
     assert np.abs(changes[:, 0]).min() > 1e-3
-
-
-def test_gradients_of_a_shard_are_those_of_whole_fields(one_rank):
-    run = SmallRun(Layout(grid=(11, 10), conserve=True))
-    objective, held = run.objective, run.objective.normalizer.conservation
-    generator = torch.Generator().manual_seed(4)
-    changes, slope = (torch.randn(2, 3, 11, 10, generator=generator) for _ in range(2))
-    one, other = changes.clone().requires_grad_(), changes.clone().requires_grad_()
-    assert held is not None
-    (held(one) * slope).sum().backward()
-    assert objective.projection is not None
-    shard = objective.projection(objective.meta_model.from_fields(other))
-    (objective.meta_model.to_fields(shard) * slope).sum().backward()
-    assert one.grad is not None
-    torch.testing.assert_close(one.grad, other.grad, rtol=1e-5, atol=1e-6)
-
-
-def test_a_part_of_the_globe_is_refused():
-    config = Config(data=Data(variables=tuple(NAMES)), model=Model(conserve=("dry_mass",)))
-    check_model(config, global_grid((18, 36)))
-    check_model(config, Grid(np.linspace(90, -90, 19), np.arange(36) * 10.0))
-    for grid in (
-        Grid(np.linspace(70, 30, 9), np.arange(36) * 10.0),
-        Grid(np.linspace(90, -90, 19), np.arange(9) * 10.0),
-    ):
-        with pytest.raises(ConfigError, match=r"model.conserve = \['dry_mass'\]: the grid .* not global"):
-            check_model(config, grid)
 
 
 def test_missing_values_are_refused():

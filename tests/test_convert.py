@@ -12,7 +12,6 @@ from typing import Any
 import numpy as np
 import pytest
 import xarray as xr
-import zarr
 
 from datasets import convert as conversion
 from datasets.archive import TrainingStore, open_archive, sums_file
@@ -21,8 +20,8 @@ from datasets.fields import Decoding
 from datasets.grid import area_weights, global_grid
 from errors import ConfigError, DataError
 from tests.sample_archives import anemoi, arco, cds_old, file_a_variable, packed_zarr, weatherbench
-from tests.test_archive import needs
 from tests.test_grid import globe
+from tests.test_layouts import needs
 
 LAYOUTS = [weatherbench, arco, file_a_variable, cds_old, packed_zarr, anemoi]
 REAL = "gfs_winds_2026/gfs_winds_20260324-20260419_5.625deg.nc odd_data/storm_1996.nc era5_europe_2020"
@@ -110,19 +109,6 @@ def test_xarray_reads_the_same(source: str, tmp_path: Path, truth: xr.Dataset) -
         assert (ds.time.values == truth.time.values).all()
         theirs = ds["2m_temperature"].values.astype("f4")
         np.testing.assert_allclose(theirs, store.read_block(0, 5, ["2m_temperature"])[:, 0], rtol=1e-6)
-
-
-def test_a_bit_that_turned_over_in_a_value_is_seen(source: str, tmp_path: Path) -> None:
-    """lz4 unpacks another number without a word; zarr-python and the loader's threads both look."""
-    convert(source, tmp_path / "out", "--dtype", "float32")
-    path = tmp_path / "out/2m_temperature/c/0/0/0"
-    content = bytearray(path.read_bytes())
-    content[40] ^= 1
-    path.write_bytes(content)
-    with pytest.raises(DataError, match="2m_temperature.* checksum"):
-        open_archive(str(tmp_path / "out")).read(0, ["2m_temperature"])
-    with pytest.raises(ValueError, match="checksum"):
-        zarr.open_array(path.parents[3], mode="r")[0]
 
 
 def test_variables_levels_period_and_region(source: str, tmp_path: Path) -> None:

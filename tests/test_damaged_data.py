@@ -9,9 +9,11 @@ import pytest
 import xarray as xr
 import zarr
 from numcodecs import LZ4, LZMA, Blosc, Zlib, Zstd
+from zarr.codecs import BloscCodec
 
 from datasets.archive import open_archive
 from datasets.loader import FieldDataset, Loader, TrainSampler
+from datasets.shards import register_codecs
 from errors import DataError
 
 DATE = "2020-01-01T12:00:00"  # the third
@@ -30,8 +32,8 @@ def fields() -> np.ndarray:
 
 
 def store(path: Path, codec: str) -> Path:
-    """A Zarr with a chunk a date; the file of the third."""
-    format = 3 if codec == "zarr3" else 2
+    """A Zarr with a chunk a date; the file of the third. Of "sharded" two are a file."""
+    format = 3 if codec in ("zarr3", "sharded") else 2
     root = zarr.open_group(str(path), mode="w", zarr_format=format)
     for name, values in AXES.items():
         named: dict[str, Any] = {"dimension_names": (name,)} if format == 3 else {}
@@ -41,6 +43,7 @@ def store(path: Path, codec: str) -> Path:
         "2m_temperature",
         shape=(5, 6, 8),
         chunks=(1, 6, 8),
+        shards=(2, 6, 8) if codec == "sharded" else None,
         dtype="f4",
         compressors="auto" if format == 3 else CODECS[codec],
         fill_value=0.0,
@@ -48,7 +51,7 @@ def store(path: Path, codec: str) -> Path:
     )
     array[:] = fields()
     array.attrs["_ARRAY_DIMENSIONS"] = tuple(AXES)
-    return path / "2m_temperature" / ("c/2/0/0" if format == 3 else "2.0.0")
+    return path / "2m_temperature" / {"zarr3": "c/2/0/0", "sharded": "c/1/0/0"}.get(codec, "2.0.0")
 
 
 def damage(path: Path) -> None:
@@ -56,7 +59,7 @@ def damage(path: Path) -> None:
     path.write_bytes(content[: len(content) // 2])
 
 
-@pytest.mark.parametrize("codec", [*CODECS, "zarr3"])
+@pytest.mark.parametrize("codec", [*CODECS, "zarr3", "sharded"])
 def test_a_damaged_chunk_is_one_line(tmp_path, codec):
     damage(store(tmp_path / "data.zarr", codec))
     archive = open_archive(str(tmp_path / "data.zarr"))
@@ -87,14 +90,11 @@ def test_damage_that_hdf5_has_a_checksum_against(tmp_path):
         archive.read_block(0, 5, ["2m_temperature"])
 
 
-def samples_of(path: Path) -> FieldDataset:
-    return FieldDataset(open_archive(str(path)), ["2m_temperature"], np.arange(5)[:, None])
-
-
 @pytest.mark.parametrize("codec", ["zlib", "lzma"])
 def test_a_loader_says_it_in_one_line_too(tmp_path, codec):
     damage(store(tmp_path / "data.zarr", codec))
-    samples = samples_of(tmp_path / "data.zarr")
+    archive = open_archive(str(tmp_path / "data.zarr"))
+    samples = FieldDataset(archive, ["2m_temperature"], np.arange(5)[:, None])
     loader = Loader(samples, TrainSampler(5, 0, 1, 0, 1), 2)
     with pytest.raises(DataError) as error:
         for _, _ in zip(range(5), loader, strict=False):
@@ -103,27 +103,26 @@ def test_a_loader_says_it_in_one_line_too(tmp_path, codec):
     assert text.startswith(str(tmp_path)) and f"2m_temperature at {DATE} cannot" in text and "\n" not in text
 
 
-@pytest.mark.parametrize("codec", ["zlib", "zarr3"])
-def test_a_missing_chunk_is_no_field_of_zeros(tmp_path, codec, caplog):
+@pytest.mark.parametrize(("codec", "missing"), [("zlib", [2]), ("zarr3", [2]), ("sharded", [2, 3])])
+def test_a_missing_chunk_is_no_field_of_zeros(tmp_path, codec, missing, caplog):
     store(tmp_path / "data.zarr", codec).unlink()
     archive = open_archive(str(tmp_path / "data.zarr"))
     block = archive.read_block(0, 5, ["2m_temperature"])[:, 0]
-    assert np.isnan(block[2]).all() and np.isfinite(block[[0, 1, 3, 4]]).all()
+    assert np.isnan(block[missing]).all() and np.isfinite(np.delete(block, missing, axis=0)).all()
     archive.read(2, ["2m_temperature"])
     assert caplog.text.count("are not in the store") == 1
 
 
-def test_a_missing_shard_is_no_field_of_zeros(tmp_path):
-    store(tmp_path / "data.zarr", "zarr3")
-    root = zarr.open_group(str(tmp_path / "data.zarr"), use_consolidated=False)
-    root.create_array(
-        "2m_temperature",
-        data=fields(),
-        chunks=(1, 6, 8),
-        shards=(2, 6, 8),
-        dimension_names=("time", "latitude", "longitude"),
-        overwrite=True,
-    )
-    (tmp_path / "data.zarr/2m_temperature/c/1/0/0").unlink()  # dates 2 and 3
-    block = open_archive(str(tmp_path / "data.zarr")).read_block(0, 5, ["2m_temperature"])[:, 0]
-    assert np.isnan(block[2:4]).all() and np.isfinite(block[[0, 1, 4]]).all()
+@pytest.mark.parametrize("format", [2, 3])
+@pytest.mark.parametrize("keep", [-1, 100])
+def test_a_blosc_chunk_that_was_cut_short_is_not_read_past_its_end(tmp_path, format, keep):
+    """Where nothing can be compressed, blosc copies as many bytes as there were."""
+    root = zarr.open_group(str(tmp_path / "a.zarr"), mode="w", zarr_format=format)
+    codec = Blosc() if format == 2 else BloscCodec()
+    values = np.random.default_rng(0).integers(0, 2**32, (6, 8)).astype("u4")
+    root.create_array("x", data=values, chunks=(6, 8), compressors=codec)
+    path = next(p for p in (tmp_path / "a.zarr/x").rglob("*") if p.name in ("0.0", "0") and p.is_file())
+    path.write_bytes(path.read_bytes()[:keep])
+    register_codecs()
+    with pytest.raises(RuntimeError, match="a blosc chunk has"):
+        zarr.open_array(str(tmp_path / "a.zarr"), path="x", mode="r")[:]

@@ -22,7 +22,7 @@ from errors import ConfigError, DataError
 from tests import sample_archives as samples
 from tests.sample_archives import NAMES, analyses, file_a_year, weatherbench
 from tests.started_jobs import ROOT
-from tests.test_archive import needs
+from tests.test_layouts import needs
 from training.config_checks import load_checked
 
 T2M = "2m_temperature"
@@ -115,9 +115,11 @@ def undeclared_fill(t2m: xr.DataArray) -> xr.DataArray:
     return t2m
 
 
-# What is wrong, the problem, its first date, the number of dates.
+RANGES = "2019-12-30T12:00:00 to 2019-12-31T00:00:00, 2019-12-31T18:00:00, 2020-01-01T06:00:00 to"
+# What is wrong, the problem, its first date or dates, the number of dates.
 CASES = [
     (lambda ds: ds.isel(time=[*range(4), *range(5, 12)]), "dates missing", "2019-12-31T00", 1),
+    (lambda ds: ds.isel(time=[0, 1, 5, 6, 8, 11]), "dates missing", RANGES, 6),
     (of_t2m(lambda t2m: t2m.assign_attrs(units="m s-1")), "its units 'm s-1'", "", 1),
     (of_t2m(lambda t2m: t2m - 273.15), "values outside 170 to 340 K", "2019-12-30T00", 12),
     (of_t2m(undeclared_fill), "-9999 in some cells", "2019-12-31T12", 6),
@@ -200,14 +202,6 @@ def test_cells_without_a_value_are_shown(tmp_path: Path, capsys: pytest.CaptureF
     assert "16.7 %" in lines[T2M] and "%" in lines["skin_temperature"]
     code, (row,) = find_problems(tmp_path / "b.nc", capsys)
     assert code == 1 and "skin_temperature" in row and "missing cells" in row
-
-
-def test_missing_dates_are_ranges(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
-    """The first one alone was listed."""
-    waves().isel(time=[0, 1, 5, 6, 8, 11]).to_netcdf(tmp_path / "a.nc", engine="h5netcdf")
-    _, (row,) = find_problems(tmp_path / "a.nc", capsys)
-    ranges = "2019-12-30T12:00:00 to 2019-12-31T00:00:00, 2019-12-31T18:00:00, 2020-01-01T06:00:00 to"
-    assert ranges in row and row.split()[-1] == "6"
 
 
 def test_names_units_and_static_fields_that_are_odd(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:

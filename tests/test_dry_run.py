@@ -71,9 +71,7 @@ def test_accumulated_gradients_stay_sharded(monkeypatch):
 @pytest.mark.parametrize(
     "layout",
     (
-        "",
         "--activation_checkpoint.mode=selective --parallelism.tensor_parallel_degree=2",
-        "--activation_checkpoint.mode=full --training.global_batch_size=64 --training.local_batch_size=2",
         "--activation_checkpoint.mode=every_n_blocks --parallelism.data_parallel_replicate_degree=8",
         "--model.name=unet --model.num_heads=2",
     ),

@@ -22,7 +22,7 @@ from jobs.preemption import Agreement
 from jobs.watchdog import Watchdog
 from parallelisms.mesh import cpu_group
 from tests.started_jobs import ROOT, run_options, write_config
-from tests.test_launch import TORCHRUN, launch
+from tests.test_launch import TORCHRUN
 
 EARLY = "rossby: SIGINT: before the first step, with nothing to save (code 130)"
 
@@ -170,12 +170,6 @@ def test_status_has_the_exit_code_of_an_error(tmp_path, error):
     assert status["exit_code"] == 2 and status["message"].startswith("x.zarr: ")
 
 
-def test_two_ranks_end_with_2_if_one_may_not_read(tmp_path):
-    done = launch(tmp_path, "permission")
-    assert done.returncode == 2 and done.stderr.count("rossby:") == 1, done.stderr
-    assert "x.zarr: permission denied" in done.stderr and "Traceback" not in done.stderr
-
-
 def test_a_status_that_cannot_be_written_is_said_once(tmp_path, capsys):
     (tmp_path / "run").touch()
     watchdog = Watchdog(tmp_path / "run", Comm())
@@ -192,16 +186,3 @@ def test_a_start_in_a_folder_that_was_removed_is_one_line(tmp_path):
     done = subprocess.run(["sh", "-c", command], capture_output=True, text=True, timeout=60)
     assert done.returncode == 2 and len(done.stderr.splitlines()) == 1, done.stderr
     assert "the current folder was removed" in done.stderr
-
-
-def test_one_process_may_wait_for_remote_data_as_long_as_for_a_save(tmp_path, monkeypatch):
-    """It was ended after the limit of a step, while its store was asked again."""
-    comm = Comm(timeout_seconds=600, train_timeout_seconds=3)
-    for world_size, limit in (("1", 600), ("2", 3)):
-        monkeypatch.setenv("WORLD_SIZE", world_size)
-        watchdog = Watchdog(tmp_path, comm)
-        watchdog.trained = True
-        activity.start_phase("train", 2)
-        with activity.phase("data"):
-            assert watchdog.heartbeat().limit == limit
-        assert watchdog.heartbeat().limit == 3

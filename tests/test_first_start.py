@@ -5,6 +5,7 @@ import os
 import shutil
 from dataclasses import replace
 from pathlib import Path
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -79,16 +80,6 @@ def test_the_command_converts_what_the_configuration_reads(words):
     assert open_store(words).path == store.path
 
 
-def test_a_store_grows_with_its_source_and_keeps_dates_that_it_loses(words, source):
-    assert len(open_store(words).times) == 40
-    write_source(source, 47)
-    store, exact = open_store(words), open_archive(str(source))
-    np.testing.assert_array_equal(store.times, exact.times)
-    np.testing.assert_array_equal(store.read(46, [U10]), exact.read(46, [U10]))
-    write_source(source, 30)
-    assert len(open_store(words).times) == 47
-
-
 @pytest.mark.parametrize(
     "change", [{"raised": 39}, {"raised": 0}, {"mask": 2.0}, {"raised": 3, "num_dates": 39}]
 )
@@ -101,39 +92,8 @@ def test_a_source_with_other_values_is_refused_by_name(words, source, change):
         open_store(words)
 
 
-def test_another_file_of_static_fields_is_refused_by_name(words, tmp_path, source):
-    shutil.copy(source, tmp_path / "static.nc")
-    more = ["--data.static_path", str(tmp_path / "static.nc")]
-    open_store([*words, *more])
-    write_source(tmp_path / "static.nc", mask=2.0)
-    with pytest.raises(DataError, match=f"{LSM} is not what it was when it was converted"):
-        open_store([*words, *more])
-
-
-def test_a_conversion_that_was_interrupted_is_continued(words, source, monkeypatch):
-    monkeypatch.setattr(convert, "SHARD_DATES", 8)
-    write_part, count = convert.Conversion.write_part, []
-
-    def write_some(self, part):
-        count.append(part)
-        if len(count) == 3:
-            raise KeyboardInterrupt
-        write_part(self, part)
-
-    monkeypatch.setattr(convert.Conversion, "write_part", write_some)
-    with pytest.raises(KeyboardInterrupt):
-        open_store(words)
-    store = open_store(words)
-    assert len(count) == 3 + 3  # of five parts two had been written
-    np.testing.assert_array_equal(
-        store.read_block(0, 40, [U10]), open_archive(str(source)).read_block(0, 40, [U10])
-    )
-
-
 def test_a_full_disk_is_one_line_and_the_next_start_continues(words, monkeypatch):
-    def full(*arguments) -> None:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
+    full = Mock(side_effect=OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)))
     with monkeypatch.context() as patch:
         patch.setattr(convert, "write_shard", full)
         with pytest.raises(RunFailed, match="No space left on device.*continues"):
@@ -142,20 +102,10 @@ def test_a_full_disk_is_one_line_and_the_next_start_continues(words, monkeypatch
 
 
 def test_a_source_that_cannot_be_read_is_not_the_disk_of_the_store(source, tmp_path, monkeypatch):
-    def fail(*arguments) -> None:
-        raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
-
-    monkeypatch.setattr(Archive, "read_block", fail)
+    stale = Mock(side_effect=OSError(errno.ESTALE, os.strerror(errno.ESTALE)))
+    monkeypatch.setattr(Archive, "read_block", stale)
     with pytest.raises(DataError, match="cannot read .*source.nc.*Stale file handle.*continues"):
         convert.main([str(source), str(tmp_path / "own.zarr")])
-
-
-@pytest.mark.slow
-def test_two_runs_that_ask_for_the_same_store_at_once(words, start_job, tmp_path):
-    """One converts, the other one waits, or finds it done."""
-    jobs = [start_job(Path(words[1]), tmp_path / f"run{number}") for number in range(2)]
-    assert [job.end(180) for job in jobs] == [0, 0], "\n".join(job.output for job in jobs)
-    assert losses(tmp_path / "run0") == losses(tmp_path / "run1")
 
 
 def test_what_a_first_start_refuses(words, tmp_path, monkeypatch):

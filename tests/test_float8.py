@@ -21,10 +21,7 @@ from parallelisms.float8 import apply_float8, check_float8, precompute_float8_sc
 LAYERS = ("attention.qkv", "attention.projection", "mlp.up", "mlp.down")
 
 
-@pytest.fixture(autouse=True)
-def no_earlier_compilations():
-    yield
-    torch._dynamo.reset()
+pytestmark = pytest.mark.usefixtures("no_compilations")
 
 
 def build(float8: bool = True, all_gather: bool = False, dim: int = 64, tp: int = 1):

@@ -6,10 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from config import Data
 from datasets.conditions import FORCINGS, SOLAR_CONSTANT, compute_forcings, sun_position
-from datasets.selection import open_selection
-from errors import ConfigError
 
 LATITUDE = torch.arange(-89.5, 90, 1.0, dtype=torch.float64)
 LONGITUDE = torch.arange(0, 360, 2.0, dtype=torch.float64)
@@ -119,9 +116,6 @@ def test_shape_type_order_and_size() -> None:
     assert compute_forcings([], times, LATITUDE, LONGITUDE).shape == (3, 0, len(LATITUDE), len(LONGITUDE))
 
 
-def test_unknown_names_and_wrong_times_are_refused() -> None:
-    data = Data(path="absent.zarr", variables=("temperature",), forcings=("cos_latitude", "sin_latitud"))
-    with pytest.raises(ConfigError, match="'sin_latitud'.*sin_latitude"):
-        open_selection(data, (1, 1), ())
+def test_times_are_whole_seconds() -> None:
     with pytest.raises(ValueError, match="int64"):
         compute_forcings(["sin_latitude"], torch.zeros(1), LATITUDE, LONGITUDE)

@@ -50,14 +50,17 @@ def relative(found: torch.Tensor, exact: torch.Tensor) -> float:
     return float((found.double() - exact).detach().norm() / exact.detach().norm())
 
 
-@pytest.mark.parametrize("head_dim", (64, 128))
-@pytest.mark.parametrize("backend", BACKENDS[DEVICE.type])
-def test_attention_and_its_gradients_are_those_of_float64(backend: str, head_dim: int) -> None:
+@pytest.fixture(params=BACKENDS[DEVICE.type])
+def backend(request: pytest.FixtureRequest) -> str:
     try:
-        check_backend(backend, DEVICE.type, torch.bfloat16)
-        backend = activate(backend)
+        check_backend(request.param, DEVICE.type, torch.bfloat16)
+        return activate(request.param)
     except (ValueError, RuntimeError) as error:
         pytest.skip(str(error))
+
+
+@pytest.mark.parametrize("head_dim", (64, 128))
+def test_attention_and_its_gradients_are_those_of_float64(backend: str, head_dim: int) -> None:
     *qkv, gradient = inputs(head_dim)
     exact = [x.double().requires_grad_() for x in qkv]
     ours = [x.clone().requires_grad_() for x in qkv]
@@ -70,14 +73,8 @@ def test_attention_and_its_gradients_are_those_of_float64(backend: str, head_dim
         assert relative(mine.grad, theirs.grad) < 0.02
 
 
-@pytest.mark.parametrize("backend", BACKENDS[DEVICE.type])
 def test_ring_kernels_are_those_of_plain_matmuls(backend: str) -> None:
     """Forward, log-sum-exp and backward of a chunk, as parallelisms/ring_attention.py merges them."""
-    try:
-        check_backend(backend, DEVICE.type, torch.bfloat16)
-        backend = activate(backend)
-    except (ValueError, RuntimeError) as error:
-        pytest.skip(str(error))
     q, k, v, gradient = inputs()
     forward, backward = block_kernels(backend, DEVICE.type, torch.bfloat16)
     exact = (q.double(), k.double(), v.double())
@@ -89,7 +86,7 @@ def test_ring_kernels_are_those_of_plain_matmuls(backend: str) -> None:
         assert relative(found, wanted) < 0.02
 
 
-# On a CPU compiling takes half a minute; tests/test_compile.py does it there.
+# On a CPU compiling takes half a minute; tests/test_parity.py does it there.
 @pytest.mark.parametrize(
     "case", ({"compiled": DEVICE.type == "cuda"}, {"mode": "none"}, {"float8": True}), ids=str
 )

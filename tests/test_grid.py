@@ -1,9 +1,17 @@
-"""Areas against integrals done by hand, and what counts as a grid."""
+"""Areas against integrals done by hand, what counts as a grid, and regridding against overlaps summed cell by
+cell.
+"""
+
+import itertools
 
 import numpy as np
 import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from datasets.grid import Grid, area_weights, latitude_bounds, longitude_bounds
+from datasets.regrid import Regridder, conservative_weights
 
 POLES = np.linspace(90, -90, 721)
 CELLS = np.linspace(87.1875, -87.1875, 32)
@@ -95,3 +103,113 @@ def test_grid():
 def test_grid_errors(latitude: list, longitude: list, message: str):
     with pytest.raises(ValueError, match=message):
         Grid(np.array(latitude, "f8"), np.array(longitude, "f8"))
+
+
+def regrid(field: np.ndarray, source: Grid, target: Grid) -> np.ndarray:
+    return Regridder(source, target)(torch.from_numpy(field)).numpy()
+
+
+def overlap_by_hand(source: Grid, target: Grid, field: np.ndarray) -> np.ndarray:
+    """Every pair of cells, on every turn of the circle, one at a time."""
+    rows = [np.sin(np.deg2rad(latitude_bounds(g.latitude))) for g in (source, target)]
+    columns = [longitude_bounds(g.longitude) for g in (source, target)]
+    out = np.full(target.shape, np.nan)
+    for i, j in itertools.product(*map(range, target.shape)):
+        total = area = 0.0
+        for k, m in itertools.product(*map(range, source.shape)):
+            height = min(rows[1][i], rows[0][k]) - max(rows[1][i + 1], rows[0][k + 1])
+            for turn in (-720, -360, 0, 360, 720):
+                west, east = columns[0][m] + turn, columns[0][m + 1] + turn
+                width = min(columns[1][j + 1], east) - max(columns[1][j], west)
+                if height > 1e-9 and width > 1e-9 and np.isfinite(field[k, m]):
+                    area, total = area + height * width, total + height * width * field[k, m]
+        rows_i, columns_j = rows[1][i] - rows[1][i + 1], columns[1][j + 1] - columns[1][j]
+        out[i, j] = total / area if area > 0.4999 * rows_i * columns_j else np.nan
+    return out
+
+
+GRIDS = [
+    globe(4, 6),
+    globe(5, 8, poles=True),
+    globe(3, 5, start=10),
+    globe(4, 4, start=-180),
+    region(60, 20, -20, 40, 4, 5),
+    region(80, -80, 350, 390, 5, 3),
+    region(90, 60, 100, 220, 3, 4),
+]
+
+
+@pytest.mark.parametrize("source", range(len(GRIDS)))
+@pytest.mark.parametrize("target", range(len(GRIDS)))
+def test_regrid_against_brute_force(source: int, target: int):
+    """Of fields with holes."""
+    rng = np.random.default_rng(source)
+    field = rng.normal(size=GRIDS[source].shape)
+    field[rng.random(field.shape) < 0.4] = np.nan
+    ours = regrid(field, GRIDS[source], GRIDS[target])
+    np.testing.assert_allclose(ours, overlap_by_hand(GRIDS[source], GRIDS[target], field), atol=1e-12)
+
+
+grids = st.builds(globe, st.integers(2, 24), st.integers(3, 25), st.booleans(), st.floats(-180, 180))
+
+
+@settings(max_examples=60, deadline=None)
+@given(grids, grids, st.integers(0, 9))
+def test_regrid_conserves_the_area_mean(source: Grid, target: Grid, seed: int):
+    field = np.random.default_rng(seed).normal(size=(2, *source.shape))
+    new = regrid(field, source, target)
+    pairs = ((field, source), (new, target))
+    means = [(values * area_weights(grid.latitude)[:, None]).mean((1, 2)) for values, grid in pairs]
+    np.testing.assert_allclose(*means, atol=1e-5)  # slivers below 1e-6 of a cell are left out
+    assert new.min() >= field.min() - 1e-12 and new.max() <= field.max() + 1e-12
+    constant = regrid(np.full(source.shape, 3.25), source, target)
+    np.testing.assert_allclose(constant, 3.25, rtol=1e-12)
+
+
+def test_overlaps_add_up_to_the_cells():
+    source, target = globe(721, 1440, poles=True), globe(121, 240, poles=True)
+    rows, columns = conservative_weights(source, target)
+    assert rows.shape == (121, 721) and columns.shape == (240, 1440)
+    np.testing.assert_allclose(rows.sum(1) * 121 / 2, area_weights(target.latitude), rtol=1e-9)
+    np.testing.assert_allclose(columns.sum(1), 1.5, rtol=1e-9)
+    np.testing.assert_allclose(columns.sum(0), 0.25, rtol=1e-9)
+
+
+def test_cells_of_which_less_than_half_has_values_are_missing():
+    """A sliver of 10 % gave a cell its mean."""
+    source, target = globe(8, 16), globe(4, 8)
+    field = np.ones(source.shape)
+    field[:2, 0] = np.nan  # under target (0, 0), whose columns straddle the seam, half of it
+    field[4:6, 3] = np.nan
+    new = regrid(field, source, target)
+    assert np.isfinite(new).all() and np.allclose(new, 1)
+    field[0, 15] = np.nan  # and a part of the other half
+    assert np.flatnonzero(np.isnan(regrid(field, source, target))).tolist() == [0]
+    outside = regrid(np.ones((4, 5)), region(60, 20, -20, 40, 4, 5), globe(4, 8))
+    assert np.isnan(outside[2:]).all() and outside[0, 0] == 1
+
+
+@pytest.mark.parametrize("sizes", [((8, 16), (4, 8)), ((12, 24), (5, 7))])
+def test_a_cell_has_the_class_with_the_largest_share(sizes: tuple):
+    """The mean of soil types 1 and 2 was 1.907."""
+    source, target = (globe(*size) for size in sizes)
+    field = np.random.default_rng(0).integers(1, 5, source.shape).astype("f4")
+    field[:3, :4] = np.nan
+    shares = [regrid(np.where(field == number, 1.0, 0.0), source, target) for number in range(1, 5)]
+    valid = regrid(np.isfinite(field).astype("f8"), source, target)
+    new = Regridder(source, target)(torch.from_numpy(field), is_class=True).numpy()
+    assert new.dtype == np.float32
+    np.testing.assert_array_equal(np.isnan(new), valid < 0.4999)
+    kept = np.isfinite(new)
+    best = np.max(shares, axis=0)[kept]
+    of_new = np.take_along_axis(np.stack(shares), np.nan_to_num(new - 1).astype(int)[None], 0)[0][kept]
+    np.testing.assert_allclose(of_new, best, atol=1e-9)
+
+
+def test_what_blew_up_stays_so() -> None:
+    source, target = globe(19, 36, poles=True), globe(7, 8, poles=True)
+    field = torch.ones(*source.shape)
+    field[9, 18] = torch.inf
+    found = Regridder(source, target)(field)
+    assert torch.isinf(found).sum() >= 1 and not torch.isnan(found).any()
+    assert (found[0] == 1).all()

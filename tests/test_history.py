@@ -173,15 +173,6 @@ def test_windows_keep_to_their_period_and_make_nothing_of_gaps(config_file) -> N
         assert selection.samples_by_lead("train", [1]).shape[1] == 2
 
 
-def test_channels_have_names() -> None:
-    """By which fine-tuning finds those of a model with another history."""
-    data = Data(variables=("a", "b"), static_variables=("s",), forcings=("f",))
-    assert Channels.of(data).inputs == ["a", "b", "s", "f"]
-    older = ["a 6 h before", "b 6 h before", "a 12 h before", "b 12 h before"]
-    channels = Channels.of(replace(data, history=3), noise_dim=1)
-    assert channels.inputs == ["a", "b", *older, "s", "f", "noise 0 over 4 points, of a step"]
-
-
 # -- gradients
 
 THIRDS = [1 / 3] * 3

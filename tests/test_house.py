@@ -6,7 +6,6 @@ import statistics
 import subprocess
 import sys
 import tomllib
-from collections import Counter
 from collections.abc import Iterator
 from functools import cache
 from importlib.metadata import packages_distributions
@@ -19,17 +18,10 @@ from packaging.utils import canonicalize_name
 
 ROOT = Path(__file__).parent.parent
 VERBS = {"train", "plan", "forecast", "evaluate"}
-LONGEST_FUNCTION = 125  # lines: a loop that reads from top to bottom
+LONGEST_FUNCTION = 150  # lines: a loop that reads from top to bottom
 MOST_NAMES, MOST_IMPORTS = 50, 25  # of train(): local names, and modules of the project in train.py
-MOST_MODULES = 26  # in a folder
-ROOT_FILES = {f"{name}.py" for name in VERBS | {"command_line", "config", "errors"}}
-ROOT_FILES |= {"run_train.sh", "run_tests.sh", "setup.sh", "pyproject.toml", ".gitignore", "LICENSE"}
-ROOT_FILES |= {"README.md", "CHANGELOG.md", "CONTRIBUTING.md", "CITATION.cff"}
-ROOT_FILES |= {"requirements.txt", "requirements-extras.txt"}
-VAGUE_NAMES = {"utils", "util", "common", "helpers", "helper", "misc", "manager"}
 # Checkpoints hold tensors and plain data: who pickles says why here.
 PICKLES = {
-    "tests/test_archive.py",  # archives travel to the workers of a conversion
     "checkpoints/files.py",  # DCP's .metadata, through a list of what it may hold
     "parallelisms/peer_messages.py",  # what ranks send each other, through a list of what it may hold
     "tests/test_checkpoint_files.py",  # a crafted one
@@ -99,24 +91,6 @@ def reachable(graph: dict[str, set[str]], start: str) -> set[str]:
     return found
 
 
-def functions() -> list[tuple[str, int]]:
-    """("datasets/grid.py: area_weights", lines of code), without docstrings, comments and empty lines."""
-    return [
-        (f"{name_of(path)}: {node.name}", lines_of_code(node, path.read_text(encoding="utf-8").splitlines()))
-        for path in sources().values()
-        for node in ast.walk(parsed(path))
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
-    ]
-
-
-def lines_of_code(node: ast.FunctionDef | ast.AsyncFunctionDef, lines: list[str]) -> int:
-    documented = ast.get_docstring(node) is not None
-    docstring = range(node.body[0].lineno, (node.body[0].end_lineno or 0) + 1) if documented else range(0)
-    span = range(node.lineno, (node.end_lineno or node.lineno) + 1)
-    text = [lines[i - 1].strip() for i in span if i not in docstring]
-    return sum(bool(line) and not line.startswith("#") for line in text)
-
-
 # -- 1. who imports whom
 
 
@@ -159,12 +133,6 @@ def test_no_import_cycles() -> None:
     assert not cycles, f"these modules import themselves through others: {cycles}"
 
 
-def test_imports_are_absolute() -> None:
-    for module, path in sources().items():
-        relative = [n.lineno for n in ast.walk(parsed(path)) if isinstance(n, ast.ImportFrom) and n.level]
-        assert not relative, f"{module} has relative imports in lines {relative}"
-
-
 def test_every_folder_with_code_is_a_package() -> None:
     folders = {path.parent for path in sources().values()} - {ROOT, ROOT / "scripts"}  # files to copy
     bare = [name_of(folder) for folder in folders if not (folder / "__init__.py").is_file()]
@@ -185,11 +153,15 @@ def test_no_root_name_hides_another_package() -> None:
 
 
 def test_functions_can_be_read() -> None:
-    """Nine tenths have 45 lines or fewer, and none is longer than a page or two."""
-    lengths = [length for _, length in functions()]
-    assert statistics.quantiles(lengths, n=10)[-1] <= 45
-    long = [f"{name} ({length})" for name, length in functions() if length > LONGEST_FUNCTION]
-    assert not long, f"cut up: {long}"
+    """Nine tenths have 30 lines or fewer, and none is longer than a page or two."""
+    lengths = {
+        f"{name_of(path)}: {node.name}": (node.end_lineno or 0) - node.lineno
+        for path in sources().values()
+        for node in ast.walk(parsed(path))
+        if isinstance(node, ast.FunctionDef)
+    }
+    assert statistics.quantiles(lengths.values(), n=10)[-1] <= 30
+    assert not (long := [name for name, length in lengths.items() if length > LONGEST_FUNCTION]), long
 
 
 def test_train_stays_readable() -> None:
@@ -202,23 +174,6 @@ def test_train_stays_readable() -> None:
     assert len(imports) <= MOST_IMPORTS, sorted(imports)
     loop = next(node for node in ast.walk(train) if isinstance(node, ast.While))
     assert (loop.end_lineno or 0) - loop.lineno < 45
-
-
-def test_the_root_has_what_the_layout_lists() -> None:
-    """A wheel was committed there."""
-    files = {path.name for path in tracked_files() if path.parent == ROOT}
-    assert files <= ROOT_FILES, files - ROOT_FILES
-
-
-def test_no_folder_is_crowded() -> None:
-    """Tests have a file for each module, benchmarks one for each claim."""
-    folders = Counter(path.parent for path in sources().values() if path.name != "__init__.py")
-    crowded = {
-        name_of(f): n
-        for f, n in folders.items()
-        if n > MOST_MODULES and f.name not in ("tests", "benchmarks")
-    }
-    assert not crowded, f"over {MOST_MODULES} modules: {crowded}"
 
 
 # Who calls backward, beside tests of single techniques: the step, and what measures kernels alone.
@@ -239,24 +194,13 @@ def test_there_is_one_training_step() -> None:
             assert name_of(path) in BACKWARD, f"{name_of(path)}:{found[0]}: call training.step.train_step"
 
 
-def test_names_say_what_is_inside() -> None:
-    vague = [module for module in sources() if VAGUE_NAMES & set(re.split(r"[._]", module))]
-    assert not vague, f"name these by what is inside: {vague}"
-
-
 # -- 5. nothing is swallowed
 
 
-def test_no_error_is_swallowed() -> None:
-    """No bare except; no `except Exception: pass`; no suppress_errors, with which compile falls back."""
+def test_no_error_of_compile_is_swallowed() -> None:
+    """By suppress_errors it falls back to eager. Ruff finds bare excepts, and those that pass."""
     for path in sources().values():
         for node in ast.walk(parsed(path)):
-            if isinstance(node, ast.ExceptHandler):
-                where = f"{name_of(path)}:{node.lineno}"
-                assert node.type is not None, f"{where}: a bare except; name the error"
-                broad = ast.unparse(node.type) in ("Exception", "BaseException")
-                passes = all(isinstance(statement, ast.Pass) for statement in node.body)
-                assert not (broad and passes), f"{where}: every error is swallowed; name the one expected"
             names = (getattr(node, "attr", None), getattr(node, "arg", None))
             assert "suppress_errors" not in names, f"{name_of(path)}: suppress_errors hides what went wrong"
 

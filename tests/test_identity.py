@@ -115,12 +115,6 @@ def test_an_emptied_configuration_is_damage_and_not_another_run(trained, caplog)
     assert (run / "checkpoints/step-00000004.damaged").is_dir()
 
 
-def test_other_settings_may_change(trained):
-    options, folder, _ = trained
-    run_train(*options, "--training.steps", "6", "--optimizer.lr", "1e-4", "--training.seed", "3")
-    assert (folder / "checkpoints/step-00000006").is_dir()
-
-
 def test_data_that_have_grown_keep_the_statistics(tmp_path):
     config = write_config(tmp_path, waves(60), **SECTIONS)
     options = run_options(config, tmp_path / "run", "--data.train_period", "[]")

@@ -106,23 +106,9 @@ def test_a_u_net_too(one_rank, tmp_path):
     assert torch.equal(parameters["head.bias"][[0, 2]], old["head.bias"][[1, 0]])
 
 
-def load_on_shards(folder: Path) -> dict:
-    parameters = build(NEW, 7, tensor_parallel_degree=2)
-    start_from(folder, parameters, NEW)
-    return {name: full(parameter) for name, parameter in parameters.items()}
-
-
-def test_sharded_weights_are_those_of_one_process(ranks, one_rank, tmp_path):
-    save(tmp_path)
-    parameters = build(NEW, 7)
-    start_from(tmp_path, parameters, NEW)
-    sharded = ranks(4).run(load_on_shards, tmp_path)[0]
-    assert all((sharded[name] == full(parameter)).all() for name, parameter in parameters.items())
-
-
-def load_on_another_grid(folder: Path, grid: Grid, **parallelism) -> dict:
-    parameters = build(OLD, 7, grid=grid.shape, **parallelism)
-    start_from(folder, parameters, OLD, grid)
+def load_on_another_grid(folder: Path, grid: Grid, channels: Channels = OLD, **parallelism) -> dict:
+    parameters = build(channels, 7, grid=grid.shape, **parallelism)
+    start_from(folder, parameters, channels, grid)
     return {name: full(parameter) for name, parameter in parameters.items()}
 
 
@@ -145,9 +131,10 @@ def test_positions_are_interpolated_to_another_grid(ranks, one_rank, tmp_path):
         assert all((result[name] == old[name].numpy()).all() for name in others)
     latitude = token_centres(global_grid(LARGER), (4, 4))[0]
     np.testing.assert_allclose(latitude, 90 - 180 / 13 * (4 * np.arange(4) + 0.5 + 0.5), atol=1e-9)
-    load_on_shards = partial(load_on_another_grid, tensor_parallel_degree=2)
+    load_on_shards = partial(load_on_another_grid, channels=NEW, tensor_parallel_degree=2)
+    whole = load_on_another_grid(tmp_path, region, NEW)
     sharded = ranks(4).run(load_on_shards, tmp_path, region)[0]
-    assert all((sharded[name] == result[name]).all() for name in result)
+    assert all((sharded[name] == whole[name]).all() for name in whole)
 
 
 def test_another_model_and_an_empty_folder_are_one_line_each(one_rank, tmp_path):

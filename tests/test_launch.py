@@ -8,7 +8,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -30,14 +30,6 @@ def launch(
     )
 
 
-def addresses_of(pids: Iterable[int]) -> set[str]:
-    """Return the addresses at which processes listen, in the kernel's form."""
-    sockets = {os.readlink(fd) for pid in pids for fd in Path(f"/proc/{pid}/fd").glob("*") if fd.is_symlink()}
-    listed = Path("/proc/net/tcp").read_text() + Path("/proc/net/tcp6").read_text()
-    lines = [line.split() for line in listed.splitlines() if " 0A " in line]
-    return {words[1].partition(":")[0] for words in lines if f"socket:[{words[9]}]" in sockets}
-
-
 @pytest.mark.parametrize("launcher", [pytest.param("run_train.sh", marks=pytest.mark.slow), "srun"])
 def test_one_host_listens_on_the_loopback_alone(launcher, start_job, tmp_path):
     """The launcher's store, gloo, and the store that rank 0 has without a launcher."""
@@ -54,7 +46,12 @@ def test_one_host_listens_on_the_loopback_alone(launcher, start_job, tmp_path):
         jobs = [start_job(*options, RANK=n, LOCAL_RANK=n, **task) for n in "01"]
         jobs[0].wait_for_step(3)
         pids = [job.process.pid for job in jobs]
-    assert addresses_of(pids) == {"0100007F"}  # 127.0.0.1
+    # In the kernel's form.
+    sockets = {os.readlink(fd) for pid in pids for fd in Path(f"/proc/{pid}/fd").glob("*") if fd.is_symlink()}
+    listed = Path("/proc/net/tcp").read_text() + Path("/proc/net/tcp6").read_text()
+    lines = [line.split() for line in listed.splitlines() if " 0A " in line]
+    addresses = {words[1].partition(":")[0] for words in lines if f"socket:[{words[9]}]" in sockets}
+    assert addresses == {"0100007F"}  # 127.0.0.1
 
 
 def test_a_first_node_that_is_not_known_is_one_line(tmp_path):

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from safetensors import safe_open
-from torch import Tensor, nn
+from torch import Tensor
 
 import forecast
 from checkpoints.checkpointer import Checkpointer, find_checkpoint
@@ -44,8 +44,9 @@ def adapted(**lora) -> WeatherModel:
     return model
 
 
-def plain_twin(model: nn.Module) -> WeatherModel:
+def test_it_computes_what_the_merged_matrices_compute() -> None:
     """The model without adapters, its matrices W + 2 B A written out."""
+    model, fields = adapted(), torch.randn(2, 5, 8, 16)
     twin = build_model(Model(dim=32, num_layers=2, num_heads=2), 3, 2, (8, 16), True).to_empty(device="cpu")
     stored = dict(model.named_parameters())
     for name, parameter in twin.named_parameters():
@@ -54,12 +55,7 @@ def plain_twin(model: nn.Module) -> WeatherModel:
         if adapter != name and adapter in stored:
             value = value + 2 * stored[name.replace("weight", "lora_b")] @ stored[adapter]
         parameter.data.copy_(value)
-    return twin
-
-
-def test_it_computes_what_the_merged_matrices_compute() -> None:
-    model, fields = adapted(), torch.randn(2, 5, 8, 16)
-    expected = plain_twin(model).predict(fields)
+    expected = twin.predict(fields)
     torch.testing.assert_close(model.predict(fields), expected, atol=1e-5, rtol=1e-5)
     merge_lora(model)
     assert not any(isinstance(module, AdaptedLinear) for module in model.modules())

@@ -7,6 +7,7 @@ import json
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -118,11 +119,8 @@ def test_torn_lines_are_left_out_and_said(tmp_path, caplog):
 def test_a_full_disk_keeps_the_records_of_steps_that_are_done_again(tmp_path, monkeypatch, caplog):
     path, text = tmp_path / "metrics.jsonl", '{"step": 1}\n{"step": 2}\n'
     path.write_text(text)
-
-    def fail(*_: object) -> None:
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    monkeypatch.setattr("jobs.durable_files.write_durably", fail)
+    full = Mock(side_effect=OSError(errno.ENOSPC, "No space left on device"))
+    monkeypatch.setattr("jobs.durable_files.write_durably", full)
     assert Journal(path).forget_after(1) == 2 and path.read_text() == text
     assert "No space left on device" in caplog.text
 

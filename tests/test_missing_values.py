@@ -19,7 +19,7 @@ from tests.forecasts import analyses, climatology, evaluate_one, forecasts, grid
 from verification.baselines import Baseline, persistence_forecast
 from verification.climatology import open_climatology
 from verification.scores_by_date import evaluate
-from verification.stores import COMPUTED, DIVERGED, NO_ANALYSIS, StoredForecast, open_forecast
+from verification.stores import COMPUTED, DIVERGED, NO_ANALYSIS, ForecastStore, StoredForecast, open_forecast
 from verification.tables import build_scorecard
 
 LEADS = [6, 24]
@@ -200,3 +200,24 @@ def test_few_dates_are_never_significant(tmp_path: Path, truth: xr.Dataset) -> N
     card = build_scorecard(evaluate(both, archive).by_date, "model", "worse")
     assert card.attrs["dates_needed"] == 60  # six times five days, twice a day
     assert min(card["percent"].tolist()) < 0 and True not in card["significant"].tolist()
+
+
+@pytest.mark.parametrize("content", [b"", b"{", b"\x82", b"{}"])
+def test_damaged_metadata_of_an_array_of_a_forecast_are_one_line(tmp_path, content: bytes):
+    area, dates = Grid(np.array([30.0, -30.0]), np.arange(0, 360, 90.0)), np.array(["2020-01-01"], "M8[s]")
+    store = ForecastStore(tmp_path / "forecast.zarr", ["2m_temperature"], area, dates, [6])
+    store.create({"weights": 1})
+    (store.path / "2m_temperature/zarr.json").write_bytes(content)
+    with pytest.raises(ConfigError, match="forecast.zarr"):
+        store.create({"weights": 1})
+
+
+def test_hours_of_a_climatology_that_cannot_be_read_are_one_line(tmp_path):
+    hours = {"hour": [0, 6], "latitude": [30.0, -30.0], "longitude": np.arange(0, 360, 90.0)}
+    field = xr.DataArray(
+        np.zeros((2, 2, 4), "f4"), hours, ("hour", "latitude", "longitude"), "2m_temperature"
+    )
+    field.to_dataset().to_zarr(tmp_path / "c.zarr", zarr_format=2)
+    (tmp_path / "c.zarr/hour/0").write_bytes(b"")
+    with pytest.raises(DataError, match="cannot read .*c.zarr"):
+        open_climatology(str(tmp_path / "c.zarr"))

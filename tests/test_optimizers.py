@@ -4,15 +4,13 @@ the rate of each step and the average of the weights in closed form, and the mis
 
 import math
 from typing import Any, get_args, get_type_hints
-from unittest.mock import patch
 
 import pytest
 import torch
-from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch import nn
 
 from config import LrScheduler, Optimizer
-from tests.parity import Layout, SmallRun, full
+from tests.parity import Layout, SmallRun
 from training.optimizers.build import DECAYS, SCALINGS, build_optimizer, learning_rate, peak_lr
 from training.optimizers.layerwise import SharedSums
 from training.state import EMA
@@ -109,32 +107,6 @@ def test_averages_stand_in_for_the_weights_and_leave_again():
         assert weight.tolist() == [1.0, 2.0]
         raise RuntimeError
     assert weight.tolist() == [3.0, 6.0] and average.averages["w"].tolist() == [1.0, 2.0]
-
-
-def average_of_shards() -> tuple[int, float]:
-    """Calls of torch._foreach_lerp_ with plain tensors, and the largest error of an average."""
-    small, calls, plain = SmallRun(Layout(2), ema_decay=0.9), [], torch._foreach_lerp_  # type: ignore[reportPrivateImportUsage]
-    small.step(0)
-    average, decay = small.state.average, 3 / 12
-    assert average
-    expected = {
-        n: decay * full(a) + (1 - decay) * full(small.model.parameters[n])
-        for n, a in average.averages.items()
-    }
-
-    def lerp(averages: list[Tensor], weights: list[Tensor], weight: float) -> None:
-        calls.append(not any(isinstance(tensor, DTensor) for tensor in averages + weights))
-        plain(averages, weights, weight)
-
-    with patch.object(torch, "_foreach_lerp_", lerp):
-        average.update(2)
-    return sum(calls), max(abs(full(a) - expected[n]).max() for n, a in average.averages.items())
-
-
-def test_averages_of_shards_are_updated_by_one_call(ranks):
-    """A loop over DTensors took longer than the optimiser."""
-    for calls, error in ranks(2).run(average_of_shards):
-        assert calls == 1 and error < 1e-6
 
 
 def losses_with_forecasts(forecasts: bool) -> list[float]:

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import time
 from pathlib import Path
@@ -12,11 +13,12 @@ import torch.distributed as dist
 from checkpoints.checkpointer import Checkpointer
 from checkpoints.files import complete_steps
 from config import Comm, wall_time_seconds
-from errors import EXIT_SAVED, STOP_SIGNALS, ConfigError
+from errors import EXIT_SAVED, ConfigError
 from jobs.heartbeat import activity, span
 from jobs.preemption import Agreement, started_at
 from jobs.watchdog import Watchdog
 from parallelisms.mesh import cpu_group
+from tests.planned import run_train
 from tests.started_jobs import last_step, losses, run_options, write_config
 from train import train
 from training.config_checks import load_checked
@@ -90,13 +92,6 @@ def test_a_signal_in_the_last_save_waits_for_it(tmp_path, capsys, monkeypatch):
     assert "SIGTERM on rank 0: the checkpoint of step 2 is complete" in capsys.readouterr().err
 
 
-def is_running(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False
-
-
 @pytest.mark.parametrize("saves", [True, False])
 def test_a_run_ends_when_its_time_is_over(tmp_path, monkeypatch, capsys, saves):
     monkeypatch.setenv("ROSSBY_STARTED", str(time.time() - 3600))
@@ -118,37 +113,41 @@ def test_a_signal_before_the_first_step_ends_a_run_at_once(one_rank, tmp_path, c
     assert ended.value.code == EXIT_SAVED and "nothing to save" in capsys.readouterr().err
 
 
-@pytest.mark.slow
-def test_sigterm_to_one_rank_saves_and_ends_all(start_job, tmp_path):
+@pytest.mark.parametrize(
+    ("ranks", "whom", "number"),
+    [
+        (1, "all", signal.SIGINT),  # as a terminal does
+        pytest.param(2, "rank 1", signal.SIGTERM, marks=pytest.mark.slow),
+        pytest.param(2, "the launcher", signal.SIGINT, marks=pytest.mark.slow),
+        pytest.param(2, "the launcher", signal.SIGUSR1, marks=pytest.mark.slow),
+    ],
+)
+def test_a_signal_saves_and_ends_all_and_is_no_crash(start_job, tmp_path, ranks, whom, number):
     config_file, run = write_config(tmp_path), tmp_path / "run"
-    job = start_job(config_file, run, NGPU="2")
+    settings = {"NGPU": str(ranks), "MAX_RESTARTS": "2"}
+    job = start_job(config_file, run, "--data.num_workers", "1", **settings)
     job.wait_for_step(10)
-    job.kill_rank(1, signal.SIGTERM)
+    if whom == "rank 1":
+        job.kill_rank(1, number)
+    elif whom == "all":
+        os.killpg(job.process.pid, number)
+    else:
+        os.kill(job.process.pid, number)
     told = time.monotonic()
     assert job.end() == EXIT_SAVED, job.output
-    assert time.monotonic() - told < 30
     step = last_step(run)
-    assert complete_steps(run / "checkpoints") == [step]
+    assert time.monotonic() - told < 30 and complete_steps(run / "checkpoints") == [step]
     status = json.loads((run / "status.json").read_text())
-    assert (status["exit_code"], status["step"]) == (EXIT_SAVED, step) and "SIGTERM" in status["message"]
-    assert f"SIGTERM on rank 1: the checkpoint of step {step} is complete" in job.output.splitlines()[-1]
-    assert job.output.count("SIGTERM on rank 1") == 2, job.output  # once at once, and once at the end
+    assert (status["exit_code"], status["step"]) == (EXIT_SAVED, step) and number.name in status["message"]
+    rank = 1 if whom == "rank 1" else "."  # of the launcher, the one that hears it first
+    assert re.search(
+        rf"{number.name} on rank {rank}: the checkpoint of step {step} is complete", job.output
+    ), job.output
+    assert job.output.count(number.name) == 2, job.output  # at once, and at the end
+    assert "restart" not in job.output and "Traceback" not in job.output
 
-    again = start_job(config_file, run, "--training.steps", str(step + 3), NGPU="2")
-    assert again.end() == 0, again.output
-    assert f"from step {step} to" in again.output and sorted(losses(run)) == list(range(1, step + 4))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("number", set(STOP_SIGNALS) - {signal.SIGTERM})
-def test_a_signal_to_the_launcher_saves_and_is_not_a_crash(start_job, tmp_path, number):
-    run = tmp_path / "run"
-    job = start_job(write_config(tmp_path), run, "--data.num_workers", "1", NGPU="2", MAX_RESTARTS="2")
-    job.wait_for_step(10)
-    os.kill(job.process.pid, number)
-    assert job.end() == EXIT_SAVED, job.output
-    assert complete_steps(run / "checkpoints") == [last_step(run)] and "restart" not in job.output
-    assert job.output.count(signal.Signals(number).name) == 2, job.output  # at once, and at the end
+    run_train(*run_options(config_file, run, "--training.steps", str(step + 3)))
+    assert sorted(losses(run)) == list(range(1, step + 4))
 
 
 @pytest.mark.slow
@@ -164,7 +163,8 @@ def test_a_second_ctrl_c_ends_all_ranks_at_once(start_job, tmp_path):
         time.sleep(0.5)
     assert job.end(10) == 130 and job.output.count("rossby: interrupted again") == 1, job.output
     time.sleep(1)
-    assert not [pid for pid in ranks.values() if is_running(pid)]
+    ended = [Path(f"/proc/{pid}/stat") for pid in ranks.values()]
+    assert all(not stat.exists() or ") Z " in stat.read_text() for stat in ended)
     assert not complete_steps(run / "checkpoints")
     status = json.loads((run / "status.json").read_text())
     assert status["exit_code"] == 130 and "interrupted again" in status["message"]
@@ -182,17 +182,6 @@ def test_a_second_ctrl_c_after_the_save_changes_nothing(start_job, tmp_path):
         os.kill(job.process.pid, signal.SIGINT)
         time.sleep(0.01)
     assert job.end() == EXIT_SAVED and job.output.count("rossby:") == 1, job.output
-
-
-def test_ctrl_c_in_one_process_saves_and_ends_in_one_line(start_job, tmp_path):
-    config_file, run = write_config(tmp_path), tmp_path / "run"
-    job = start_job(config_file, run, "--data.num_workers", "1")
-    job.wait_for_step(10)
-    os.killpg(job.process.pid, signal.SIGINT)  # as a terminal does: every process hears it
-    assert job.end() == EXIT_SAVED, job.output
-    step = last_step(run)
-    assert complete_steps(run / "checkpoints") == [step] and "Traceback" not in job.output
-    assert f"SIGINT on rank 0: the checkpoint of step {step} is complete" in job.output
 
 
 def test_a_signal_while_a_process_starts_is_one_line(start_job, tmp_path):

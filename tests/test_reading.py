@@ -11,11 +11,20 @@ import zarr
 from config import Data
 from datasets.archive import Archive, open_archive
 from datasets.channels import Channels
-from datasets.selection import open_selection
 from datasets.source import OpenFile, decode_times, open_fields
-from datasets.variables import known_name, nearest_name, plain_units, unit_conversion
+from datasets.variables import (
+    expand_levels,
+    full_name,
+    join_name,
+    known_name,
+    nearest_name,
+    plain_units,
+    split_name,
+    unit_conversion,
+    units,
+)
 from errors import ConfigError, DataError
-from tests.sample_archives import analyses, zarr_chunked
+from tests.sample_archives import analyses
 from tests.test_bad_sources import T2M, on_cells, refusal
 
 HOURS = np.timedelta64(1, "h").astype("timedelta64[ns]")
@@ -93,18 +102,34 @@ def test_a_selected_step_is_dated_by_its_valid_time_or_refused(tmp_path):
         (150000, "days since 1582-10-15", "standard", "1993-06-22T00"),
         (150000 * 24, "hours since 1600-01-01 06:00", "standard", "2010-09-08T06"),
         (150000 * 86400, "seconds since 1600-01-01", "proleptic_gregorian", "2010-09-08T00"),
+        (6, "hours since 1900-1-1", None, "1900-01-01T06"),
+        (6, "hours since 1900-01-01 00:00:0.0", None, "1900-01-01T06"),
+        (6, "hours since 1900-01-01T00:00:00Z", None, "1900-01-01T06"),
+        (0, "hours since 1900-01-01 00:00 UTC", None, "1900-01-01T00"),
+        (0, "hours since 1900-01-01 00:00:00 +02:00", None, "1899-12-31T22"),
+        (0, "hours since 1900-01-01 06:00:00 -6:00", None, "1900-01-01T12"),
+        (0, "hours since 1900-01-01T06:00-0600", None, "1900-01-01T12"),
+        (0.25, "days since 2000-02-29", None, "2000-02-29T06"),
+        (9 * 10**9, "seconds since 1970-01-01", None, "2255-03-14T16"),
     ],
 )
-def test_reference_dates_before_1678(value, units, calendar, date):
+def test_times_count_from_a_date_in_utc(value, units, calendar, date):
     """NCEP's older files count from the year 1; the standard calendar is Julian before 15 October 1582."""
     attrs = {"units": units} | ({"calendar": calendar} if calendar else {})
     assert decode_times(xr.Variable("time", [value], attrs))[0] == np.datetime64(date, "s")
 
 
-@pytest.mark.parametrize("calendar", ["noleap", "360_day", "julian", "standard"])
-def test_other_calendars_and_days_that_never_were_are_refused(calendar):
-    units = "days since 1582-10-10" if calendar == "standard" else "days since 2000-01-01"
-    with pytest.raises(DataError, match=calendar) as error:
+@pytest.mark.parametrize(
+    ("units", "calendar", "said"),
+    [
+        *(("days since 2000-01-01", calendar, calendar) for calendar in ("noleap", "360_day", "julian")),
+        ("days since 1582-10-10", "standard", "standard"),  # a day that never was
+        ("months since 2000-01-01", "standard", "its time has"),
+        ("hours since 1900-01-01 00:00 Central European", "standard", "its time has"),
+    ],
+)
+def test_other_times_are_refused(units, calendar, said):
+    with pytest.raises(DataError, match=said) as error:
         decode_times(xr.Variable("time", [150000], {"units": units, "calendar": calendar}))
     assert ("convert_calendar" in str(error.value)) == (calendar != "standard")
 
@@ -119,6 +144,61 @@ def test_a_reference_time_is_no_reason_to_rename_variables(tmp_path, reftime):
 
 
 # -- names
+
+
+def test_split_and_join():
+    wanted = {"geopotential:500": ("geopotential", 500), "2m_temperature": ("2m_temperature", None)}
+    for text, parts in wanted.items():
+        assert split_name(text) == parts and join_name(*parts) == text
+
+
+@pytest.mark.parametrize("text", ["", ":500", "z:", "z:high", "z:5:5", "z:-5", "z:0", "z:500.5", " t "])
+def test_malformed_names(text: str):
+    with pytest.raises(ValueError, match=f"variable {text!r} is not a name or name:level in hPa"):
+        split_name(text)
+
+
+def test_full_names():
+    wanted = {
+        "z500": "geopotential:500",
+        "Z500": "geopotential:500",
+        "t_850": "temperature:850",
+        "u850hPa": "u_component_of_wind:850",
+        "u10hPa": "u_component_of_wind:10",
+        "geopotential_500": "geopotential:500",
+        "u10": "10m_u_component_of_wind",
+        "2t": "2m_temperature",
+        "T2M": "2m_temperature",
+        "z50": "geopotential:50",
+        "2m_temperature": "2m_temperature",
+    }
+    assert {name: full_name(name) for name in wanted} == wanted
+    kept = ["t2", "q2", "Snowman", "snowman500", "channel_3", "geopotential:500", "total_precipitation_6hr"]
+    assert [full_name(name) for name in kept] == kept
+
+
+def test_names_of_cmip():
+    names = "tas psl uas vas ta ua va hus zg pr".split()
+    upper = "temperature u_component_of_wind v_component_of_wind specific_humidity geopotential".split()
+    lower = "2m_temperature mean_sea_level_pressure 10m_u_component_of_wind 10m_v_component_of_wind".split()
+    assert [full_name(name) for name in names] == [*lower, *upper, "precipitation_flux"]
+
+
+def test_units():
+    assert units("geopotential:500") == "m2 s-2" and units("2m_temperature") == "K" and units("snowman") == ""
+
+
+def test_expand_levels():
+    names = ["2m_temperature", "geopotential", "temperature:1000"]
+    expanded = ["2m_temperature", "geopotential:500", "geopotential:850", "temperature:1000"]
+    assert expand_levels(names, [500, 850]) == expanded
+    assert expand_levels(names, []) == names and expand_levels([], [500]) == []
+    with pytest.raises(ValueError, match="variable 'geopotential:500' is listed twice"):
+        expand_levels(["geopotential:500", "geopotential"], [500])
+    with pytest.raises(ValueError, match="variable 'geopotential:500' is listed twice"):
+        expand_levels(["geopotential"], [500, 850, 500])
+    with pytest.raises(ValueError, match="'z:low' is not a name"):
+        expand_levels(["z:low"], [500])
 
 
 def test_a_variable_with_and_without_level_is_listed_once(tmp_path):
@@ -167,6 +247,12 @@ def test_unknown_names_that_are_like_a_known_one():
     }
     assert {name: known_name(name) for name in wanted} == wanted
     assert nearest_name("10m_u_component_of_wind", ["V10M", "U10M"]) == "; nearest: 'U10M'"
+    known = ["geopotential:500", "geopotential:850", "2m_temperature"]
+    wanted = {"geopotental:500": known[0], "z850": known[1], "t2m": known[2]}
+    assert {name: nearest_name(name, known) for name in wanted} == {
+        name: f"; nearest: {nearest!r}" for name, nearest in wanted.items()
+    }
+    assert nearest_name("xyz", known) == f"; it has {known}"
 
 
 # -- selections
@@ -220,10 +306,10 @@ def test_coordinates_are_found_by_units_and_along_other_dimensions(tmp_path, nam
     ds = field.rename(latitude="y", longitude="x").to_dataset()
     ds = ds.rename(dict(zip(("y", "x"), names, strict=True))) if names[0] == "rows" else ds
     degrees = {"units": "degrees_north"}, {"units": "degree_E"}
-    for dim, name, units in zip(field.dims[1:], names, degrees, strict=True):
+    for dim, name, attrs in zip(field.dims[1:], names, degrees, strict=True):
         along = name if name in ds.dims else dict(latitude="y", longitude="x")[str(dim)]
         values = field[dim].values
-        ds = ds.drop_vars(along).assign_coords({name: (along, values, units)})
+        ds = ds.drop_vars(along).assign_coords({name: (along, values, attrs)})
     archive = opened(tmp_path, ds)
     np.testing.assert_array_equal(archive.read(1, [T2M])[0], field.values[1])
 
@@ -270,14 +356,6 @@ def test_a_repeated_column_is_compared_with_the_first(tmp_path, packing):
             np.testing.assert_allclose(found, field.values[0], atol=0.006 if packing else 0)
 
 
-def test_steps_that_the_data_do_not_have(tmp_path):
-    """3 h of 6-hourly data: the message advised everything but the 6 of the data."""
-    on_cells("t2m").to_netcdf(tmp_path / "a.nc", engine="h5netcdf")
-    data = Data(path=str(tmp_path / "a.nc"), variables=(T2M,), step_hours=3)
-    with pytest.raises(ConfigError, match="6 hours apart.*data.step_hours"):
-        open_selection(data, (1, 1), ())
-
-
 # -- values
 
 
@@ -293,12 +371,6 @@ def test_a_packed_number_that_is_the_fill_value_of_zarr_is_read(tmp_path, fill, 
     assert group[T2M].nchunks_initialized == 4
     found = open_archive(str(tmp_path / "a.zarr")).read(1, [T2M])
     assert np.isnan(found).all() if fill == 0 else (found == 250).all()
-
-
-def test_a_lost_chunk_of_numbers_that_are_not_packed_is_missing(tmp_path):
-    path = zarr_chunked(tmp_path / "a.zarr", analyses()[[T2M]], {"time": 1}, 3)
-    (tmp_path / "a.zarr" / T2M / "c/1/0/0").unlink()
-    assert np.isnan(open_archive(path).read(1, [T2M])).all()
 
 
 @pytest.mark.parametrize(

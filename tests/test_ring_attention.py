@@ -4,7 +4,6 @@ That they give what one process gives is in tests/test_parity.py, compiled too.
 """
 
 from collections import Counter
-from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -12,7 +11,7 @@ from torch import Tensor
 
 from parallelisms import ring_attention
 from parallelisms.degrees import Degrees
-from parallelisms.ring_attention import GRADIENTS, Ring, attend, attend_backward
+from parallelisms.ring_attention import attend, attend_backward
 from planning.dry_run import Recorder
 from planning.network import Collective
 from tests.distributed import shared_mesh
@@ -46,48 +45,3 @@ def test_operators_say_what_they_send(ranks) -> None:
         values = 2 * 2 * 3 * 5 * 8  # keys and values
         keys, gradients = Counter({4 * values: 2}), Counter({sent.itemsize * values: 2})
         assert done[0] == {Collective("send", "cp", size): n for size, n in (keys + gradients).items()}
-
-
-def order_of_backward() -> list[str]:
-    """What backward does on this rank: what it sends, when it computes, what it waits for."""
-    seen: list[str] = []
-    pass_on, wait_for = Ring.pass_on, ring_attention.wait_for
-    forward, backward = ring_attention.block_kernels("math", "cpu", torch.float32)
-    on_gpu = ring_attention.block_kernels("flash", "cuda", torch.float32)  # which no other kernel takes
-    assert on_gpu == (forward, backward)
-    names: dict[int, str] = {}  # of what is waited for
-
-    def passing(ring: Ring, tensor: Tensor, tag: int) -> tuple[Tensor, list[dist.Work]]:
-        arriving, works = pass_on(ring, tensor, tag)
-        names[id(works)] = "gradients" if tag == GRADIENTS else "keys"
-        seen.append(f"send {names[id(works)]}")
-        return arriving, works
-
-    def waiting(works: list[dist.Work]) -> None:
-        if works:
-            seen.append(f"wait for {names[id(works)]}")
-        wait_for(works)
-
-    def computing(*arguments: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        seen.append("compute")
-        return backward(*arguments)
-
-    mesh = shared_mesh(Degrees(cp=dist.get_world_size()))
-    around = (SHAPE[2] * dist.get_world_size(), "math", torch.float32, mesh.group("cp").group_name)
-    q, k, v, grad = inputs(4)
-    out, lse = attend(q, k, v, *around)
-    with (
-        patch.object(Ring, "pass_on", passing),
-        patch.object(ring_attention, "wait_for", waiting),
-        patch.object(ring_attention, "block_kernels", lambda *_: (forward, computing)),
-    ):
-        attend_backward(grad, q, k, v, out, lse, *around)
-    return seen
-
-
-def test_gradients_travel_while_others_are_computed(ranks) -> None:
-    for seen in ranks(2).run(order_of_backward):
-        assert seen == [
-            *("send keys", "compute", "send gradients", "wait for keys"),
-            *("compute", "wait for gradients", "send gradients", "wait for gradients"),
-        ]

@@ -11,10 +11,8 @@ from config import Data
 from datasets.archive import open_archive
 from datasets.channels import Channels
 from datasets.loader import LaterFields
-from datasets.options import check_data
-from errors import ConfigError
 from evaluate import main as evaluate
-from tests.parity import VARIABLES, Layout, SmallRun
+from tests.parity import Layout, SmallRun
 from tests.planned import run_export, run_forecast, run_main, run_train
 from tests.started_jobs import LATITUDE, LONGITUDE, run_options, small_dataset, write_config
 from tests.test_history import SECTIONS
@@ -149,29 +147,6 @@ def test_an_exported_step_is_that_of_the_forecast(folder: Path, scores, tmp_path
         np.testing.assert_allclose(after[0, position], stored[name].values[0, 0], atol=1e-4)
 
 
-def test_a_run_is_resumed_exactly(folder: Path, tmp_path: Path) -> None:
-    more = ["--checkpoint.interval", "10", "--training.rollout_steps", "[2]", "--lr_scheduler.decay_type"]
-    found = []
-    for name, stops in (("whole", ("20",)), ("resumed", ("10", "20"))):
-        for stop in stops:
-            own = [*options(folder)[:2], "--job.dump_folder", str(tmp_path / name), "--training.steps", stop]
-            found.append(run([*own, *more, "constant", "--metrics.log_freq", "1"]))
-    assert found[0]["val/loss"] == found[2]["val/loss"] != found[1]["val/loss"]
-
-
-def test_weights_start_a_run_on_another_grid(folder: Path, scores, tmp_path: Path, caplog) -> None:
-    """A few steps on a part of the globe, with another variable, are enough with the weights of the globe."""
-    start = ["--checkpoint.initial_load_path", str(folder / "run")]
-    part = ["--data.region", "[75, 0, -45, 180]", "--training.steps", "2"]
-    part += ["--data.diagnostic_variables", "[]", "--lr_scheduler.warmup_steps", "0"]
-    tuned, fresh = (
-        run([*options(folder)[:3], str(tmp_path / name), *part, *more])
-        for name, more in (("tuned", start), ("fresh", []))
-    )
-    assert tuned[f"val/rmse/{WIND}"] < 0.5 * fresh[f"val/rmse/{WIND}"]
-    assert "interpolated from" in caplog.text and f"no longer used: {RAIN}" in caplog.text
-
-
 def test_later_forcings_are_read_by_date(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
     archive = open_archive(str(folder / "shuffled.zarr"))
     read = LaterFields(archive, [SEA])
@@ -189,6 +164,6 @@ def test_names_of_roles() -> None:
     assert channels.variables == ["temperature:500", "temperature:850", RAIN, SEA]
     assert channels.find("diagnostic") == slice(2, 3) and channels.find("forcing") == slice(3, 4)
     assert channels.hidden == [2] and len(channels.predicted) == 3
-    with pytest.raises(ConfigError, match=RAIN):
-        check_data(Data(variables=(RAIN,), diagnostic_variables=(RAIN,)))
-    assert len(VARIABLES) == 3
+    older = ["a 6 h before", "b 6 h before", "a 12 h before", "b 12 h before"]  # found by fine-tuning
+    data = Data(variables=("a", "b"), static_variables=("s",), forcings=("f",), history=3)
+    assert Channels.of(data, 1).inputs == ["a", "b", *older, "s", "f", "noise 0 over 4 points, of a step"]

@@ -1,9 +1,8 @@
 """scripts/slurm.sbatch and srun alone: preempted, queued again, ended as if undisturbed.
 
-On this machine: by Debian's slurm-wlm where it starts, else by tests/slurm_stand_in.py.
+By Debian's slurm-wlm on this machine where it starts; what the script itself decides, without it.
 """
 
-import json
 import os
 import re
 import shutil
@@ -55,11 +54,11 @@ PartitionName=urgent Nodes=ALL PriorityTier=2 PreemptMode=OFF MaxTime=INFINITE S
 NODES = (socket.gethostname().partition(".")[0], socket.gethostname().partition(".")[0] + "-2")
 
 
-def edited(folder: Path, nodes: int, *lines: str) -> Path:
+def edited(folder: Path) -> Path:
     """Return a copy of scripts/slurm.sbatch as a user edits it, for nodes without GPUs."""
     text = (ROOT / "scripts/slurm.sbatch").read_text()
-    asked = (f"--nodes={nodes}", "--cpus-per-task=2", "--time=30", f"--output={folder}/rossby-%j.log", *lines)
-    for line in asked:
+    asked = ["--nodes=2", "--cpus-per-task=2", "--time=30", "--partition=spot"]
+    for line in [*asked, f"--output={folder}/rossby-%j.log"]:
         name = line.partition("=")[0]
         text, count = re.subn(rf"#SBATCH {name}=.*", f"#SBATCH {line}", text)
         text = text if count else text.replace("#SBATCH --nodes", f"#SBATCH {line}\n#SBATCH --nodes", 1)
@@ -152,56 +151,13 @@ class Slurm:
             process.wait(20)
 
 
-class StandIn:
-    """Its commands as tests/slurm_stand_in.py has them."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder, programs = folder / "job", folder / "bin"
-        self.folder.mkdir(parents=True)
-        programs.mkdir()
-        for name in ("sbatch", "srun", "scontrol"):
-            file = programs / name
-            stand_in = Path(__file__).with_name("slurm_stand_in.py")
-            file.write_text(f'#!/bin/sh\nexec {sys.executable} {stand_in} {name} "$@"\n')
-            file.chmod(0o755)
-        path = f"{programs}:{os.environ['PATH']}"
-        self.environment = os.environ | {"PATH": path, "SLURM_STAND_IN": str(self.folder)}
-
-    def submit(self, script: Path, *arguments: str, **environment: str) -> None:
-        command = [str(self.folder.parent / "bin/sbatch"), str(script), *arguments]
-        subprocess.run(command, cwd=ROOT, env=self.environment | environment, check=True)
-
-    def preempt(self) -> None:
-        """At the limit of its time."""
-        (self.folder / "limit").touch()
-        until((self.folder / "ends").exists, JOB_SECONDS)
-        assert (self.folder / "ends").read_text() == "75\n"
-
-    def let_go(self) -> None:
-        """Nobody else wants its node."""
-
-    def task(self) -> dict[str, str]:
-        """Environment and arguments of srun's task."""
-        return json.loads((self.folder / "task.json").read_text())
-
-    def end(self) -> int:
-        until((self.folder / "done").exists, JOB_SECONDS)
-        return int((self.folder / "done").read_text())
-
-    def told_of_the_job(self) -> str:
-        return f"files of the stand-in: {sorted(path.name for path in self.folder.iterdir())}"
-
-    def stop(self) -> None:
-        """Nothing of it is left once a job has ended."""
-
-
 @pytest.fixture
-def slurm(request: pytest.FixtureRequest) -> Iterator[Slurm | StandIn]:
-    if request.param is Slurm and (os.getuid() or not all(map(shutil.which, PROGRAMS))):
+def slurm() -> Iterator[Slurm]:
+    if os.getuid() or not all(map(shutil.which, PROGRAMS)):
         pytest.skip("needs root, and slurm-wlm installed")
     # Not in tmp_path: paths of its sockets have 108 characters at most.
     with TemporaryDirectory(prefix="slurm-", ignore_cleanup_errors=True) as folder:
-        started = request.param(Path(folder) / "slurm")
+        started = Slurm(Path(folder) / "slurm")
         yield started
         started.stop()
 
@@ -209,17 +165,15 @@ def slurm(request: pytest.FixtureRequest) -> Iterator[Slurm | StandIn]:
 SETTINGS = {"OMP_NUM_THREADS": "1", "NGPU": "2", "ROSSBY_PYTHON": sys.executable}
 
 
-@pytest.mark.slow  # a minute or two each
+@pytest.mark.slow  # a minute or two
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("slurm, nodes", [(Slurm, 2), (StandIn, 1)], indirect=["slurm"])
 def test_a_job_that_is_preempted_ends_as_if_undisturbed(
-    slurm: Slurm | StandIn, nodes: int, tmp_path: Path, start_job: Callable[..., Job]
+    slurm: Slurm, tmp_path: Path, start_job: Callable[..., Job]
 ) -> None:
-    """By a job that comes first; with the stand-in, at the limit of its time."""
+    """By a job that comes first."""
     config_file, run = write_config(tmp_path), tmp_path / "run"
-    partition = ["--partition=spot"] if nodes == 2 else []
     files = ["--job.config_file", str(config_file), "--job.dump_folder", str(run)]
-    slurm.submit(edited(tmp_path, nodes, *partition), *files, **SETTINGS)
+    slurm.submit(edited(tmp_path), *files, **SETTINGS)
     log = lambda: "".join(path.read_text() for path in tmp_path.glob("rossby-*.log"))  # noqa: E731
     until(lambda: last_step(run) >= 10, 400, lambda: log() + slurm.told_of_the_job())
     slurm.preempt()
@@ -230,15 +184,14 @@ def test_a_job_that_is_preempted_ends_as_if_undisturbed(
     config_file.write_text(text)
     slurm.let_go()
     assert slurm.end() == 0, log()
-    assert f"from step {stopped} to {stopped + 10}" in log() and f"{2 * nodes} ranks" in log()
+    assert f"from step {stopped} to {stopped + 10}" in log() and "4 ranks" in log()
 
-    undisturbed = start_job(config_file, tmp_path / "undisturbed", NGPU=str(2 * nodes))
+    undisturbed = start_job(config_file, tmp_path / "undisturbed", NGPU="4")
     assert undisturbed.end(300) == 0, undisturbed.output
     assert losses(run) == losses(tmp_path / "undisturbed")
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("slurm", [Slurm], indirect=True)
 def test_srun_starts_ranks_without_a_launcher(
     slurm: Slurm, tmp_path: Path, start_job: Callable[..., Job]
 ) -> None:
@@ -257,20 +210,26 @@ def test_srun_starts_ranks_without_a_launcher(
     assert losses(run) == losses(tmp_path / "four") and len(losses(run)) == 12
 
 
-@pytest.fixture
-def stand_in(tmp_path: Path) -> StandIn:
-    return StandIn(tmp_path / "slurm")
-
-
-def test_environment_of_a_node(stand_in: StandIn, tmp_path: Path) -> None:
-    stand_in.submit(edited(tmp_path, 1), "--help", **SETTINGS)
-    assert stand_in.end() == 0
-    task = stand_in.task()
-    assert (task["cpus"], task["NGPU"], task["NNODES"], task["MAX_RESTARTS"]) == ("2", "2", "1", "2")
-    assert task["RDZV_ENDPOINT"] == "localhost:14711" and task["command"] == "./run_train.sh"
-    assert task["ROSSBY_PYTHON"] == sys.executable
-
-
-def test_bad_input_is_not_queued_again(stand_in: StandIn, tmp_path: Path) -> None:
-    stand_in.submit(edited(tmp_path, 1), "--training.stepz", "3", **SETTINGS)
-    assert stand_in.end() == 2 and not (stand_in.folder / "ends").exists()
+@pytest.mark.parametrize(("code", "is_queued_again"), [(0, False), (2, False), (75, True), (143, True)])
+def test_what_srun_is_given_and_whether_a_job_is_queued_again(
+    tmp_path: Path, code: int, is_queued_again
+) -> None:
+    """srun and scontrol are two lines of shell, which note what they are asked."""
+    programs = {
+        "srun": f"env > {tmp_path}/given; echo $@ >> {tmp_path}/given; exit {code}",
+        "scontrol": f"[ $1 = show ] && echo $3 || echo $@ >> {tmp_path}/queued",
+    }
+    for name, text in programs.items():
+        (tmp_path / name).write_text(f"#!/bin/sh\n{text}\n")
+        (tmp_path / name).chmod(0o755)
+    job = {"JOB_ID": "4711", "JOB_NUM_NODES": "1", "JOB_NODELIST": "node7", "CPUS_PER_TASK": "2"}
+    environment = {f"SLURM_{key}": value for key, value in (job | {"SUBMIT_DIR": str(ROOT)}).items()}
+    environment |= os.environ | SETTINGS | {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    command = ["bash", str(ROOT / "scripts/slurm.sbatch"), "--training.steps", "3"]
+    assert subprocess.run(command, env=environment).returncode == code
+    *given, task = (tmp_path / "given").read_text().splitlines()
+    assert task.endswith("./run_train.sh --training.steps 3")
+    wanted = {"SRUN_CPUS_PER_TASK=2", "NGPU=2", "NNODES=1", "MAX_RESTARTS=2", "RDZV_ENDPOINT=node7:14711"}
+    assert wanted | {f"ROSSBY_PYTHON={sys.executable}"} <= set(given)
+    queued = tmp_path / "queued"
+    assert (queued.read_text() if queued.exists() else "") == "requeue 4711\n" * is_queued_again

@@ -13,6 +13,7 @@ from config import Config
 from errors import ConfigError
 from planning.start_checks import check_room, main, open_checked, plan_here
 from tests.started_jobs import write_config
+from training.config_checks import load_checked
 
 
 @pytest.fixture(autouse=True)
@@ -91,3 +92,14 @@ def test_a_model_that_does_not_fit_names_what_would(tmp_path: Path) -> None:
         re.match(r"1\d\.\d+ GiB a rank are planned, and there are \d\.", warning) and "8 devices" in warning
     )
     assert check_room(config, enough) == ""
+
+
+@pytest.mark.parametrize(
+    "more", ["--model.dim=4096 --model.num_layers=16", "--training.local_batch_size=65536"]
+)
+def test_sizes_that_the_machine_does_not_hold_are_refused(tmp_path, monkeypatch, more):
+    options = ["--job.config_file", str(write_config(tmp_path)), "--job.dump_folder", str(tmp_path / "run")]
+    monkeypatch.setattr("planning.start_checks.host_memory", lambda: 2**24)
+    open_checked(load_checked(options))
+    with pytest.raises(ConfigError, match="GiB, and this machine has"):
+        open_checked(load_checked([*options, *more.split()]))

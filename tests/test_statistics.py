@@ -189,7 +189,6 @@ def test_normalizer(store, predict):
 # -- impossible values
 
 NAME = "2m_temperature"
-STEP = np.timedelta64(6 * 3600, "s")
 
 
 def statistics_of(tmp_path, ds: xr.Dataset) -> None:
@@ -243,3 +242,12 @@ def test_radians_are_refused(tmp_path, says):
     )
     with pytest.raises(DataError, match="latitude from -1.527 to 1.527 is in radians"):
         open_archive(weatherbench(tmp_path, ds))
+
+
+def test_a_variable_that_never_changes_is_said(tmp_path, caplog):
+    ds = analyses()
+    ds["2m_temperature"][:] = 280
+    archive = training_store(weatherbench(tmp_path, ds), tmp_path / "store")
+    names = ["2m_temperature", "geopotential:500"]
+    Statistics.of(archive, names, np.arange(5), STEP)
+    assert caplog.text.count("in all cells") == 1 and "2m_temperature is 280 in all cells" in caplog.text

@@ -60,8 +60,11 @@ def test_a_stopped_sweep_continues_its_open_trial_and_adds_another(tmp_path: Pat
         assert f"lr = {trial.params['optimizer.lr']}" in (folder / "config.toml").read_text()
 
 
-def sweep_of(monkeypatch: pytest.MonkeyPatch, folder: Path, runs: list[list[float | None]]) -> list[Any]:
-    """Trials with runs that write these scores, one per validation, in place of train.py."""
+def test_a_run_above_the_median_is_pruned_and_one_without_a_last_score_has_none(monkeypatch, tmp_path):
+    """Optuna takes no value of a pruned trial; of [.., None] the value before counted. The runs write these
+    scores, one per validation, in place of train.py.
+    """
+    runs = [[0.5, 0.4], [0.6, 0.7], [0.4, None], [0.3, 0.2]]
     spec = importlib.util.spec_from_file_location("sweep", ROOT / "scripts" / "sweep.py")
     assert spec and spec.loader
     module = importlib.util.module_from_spec(spec)
@@ -77,15 +80,9 @@ time.sleep(1)
 """
     monkeypatch.setattr(module, "POLL_SECONDS", 0.05)
     monkeypatch.setattr(module, "PRUNER", optuna.pruners.MedianPruner(n_startup_trials=1))
-    (folder / "sweep").mkdir()
-    assert module.sweep([sys.executable, "-c", program, json.dumps(runs)], len(runs), folder / "sweep") == 0
-    return trials_of(folder)
-
-
-def test_a_run_above_the_median_is_pruned_and_one_without_a_last_score_has_none(monkeypatch, tmp_path):
-    """Optuna takes no value of a pruned trial; of [.., None] the value before counted."""
-    runs = [[0.5, 0.4], [0.6, 0.7], [0.4, None], [0.3, 0.2]]
-    first, second, third, fourth = sweep_of(monkeypatch, tmp_path, runs)
+    (tmp_path / "sweep").mkdir()
+    assert module.sweep([sys.executable, "-c", program, json.dumps(runs)], len(runs), tmp_path / "sweep") == 0
+    first, second, third, fourth = trials_of(tmp_path)
     assert first.state == fourth.state == TrialState.COMPLETE and fourth.value == 0.2
     assert second.state == TrialState.PRUNED and third.state == TrialState.FAIL and third.value is None
 

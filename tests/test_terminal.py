@@ -6,23 +6,12 @@ import re
 import subprocess
 import sys
 import termios
+from contextlib import suppress
 from pathlib import Path
 
 from tests.started_jobs import ROOT, write_config
 
 STAMP = r"\d\d:\d\d:\d\d  "  # before every line of the log
-
-
-def read_all(terminal: int) -> str:
-    """Read until the other end is closed by all processes, then close it."""
-    parts = []
-    try:
-        while part := os.read(terminal, 65536):
-            parts.append(part)
-    except OSError:
-        pass  # Linux says so; others give nothing
-    os.close(terminal)
-    return b"".join(parts).decode()
 
 
 def shown(command: list[str], **environment: str) -> str:
@@ -32,7 +21,14 @@ def shown(command: list[str], **environment: str) -> str:
     environment = {**os.environ, "OMP_NUM_THREADS": "1", **environment}
     process = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=theirs, stderr=theirs)
     os.close(theirs)
-    text = read_all(ours)
+    parts = []
+    with suppress(
+        OSError
+    ):  # Linux says so where the other end is closed by all processes; others give nothing
+        while part := os.read(ours, 65536):
+            parts.append(part)
+    os.close(ours)
+    text = b"".join(parts).decode()
     assert process.wait() == 0, text
     return text
 

@@ -98,12 +98,6 @@ def test_every_parameter_is_initialised_and_keeps_the_size_of_fields():
     assert model.initial_std("blocks.encoder0.norm1.weight") is model.initial_std("stem.bias") is None
 
 
-def test_too_many_levels_say_how_many_there_can_be():
-    with pytest.raises(ValueError, match="levels = 7 on a grid of 33 x 36.*levels <= 6"):
-        UNet(5, 3, (33, 36), Model(width=4, levels=7))
-    assert build((33, 36), 4, 6).padded_shape == (64, 64)
-
-
 def test_weights_are_padded_with_zeros():
     model = build()
     padded = model.from_fields(torch.ones(1, 3, 33, 36), with_zeros=True)

@@ -272,12 +272,6 @@ def scored(tmp_path) -> tuple[xr.Dataset, xr.Dataset]:
     return truth, forecasts(truth, 4, [12, 24])
 
 
-def run_evaluate(folder: Path, options: list[str], *more: str) -> None:
-    argv = [*options, "--truth", str(folder / "truth.zarr"), "--output", str(folder / "out"), *more]
-    own, rest = evaluate_py.parse_options(argv)
-    evaluate_py.run(load_checked(rest), own)
-
-
 @pytest.fixture
 def options(tmp_path) -> list[str]:
     source = write_config(tmp_path)
@@ -319,7 +313,9 @@ def test_leads_between_hours_and_a_dimension_of_the_forecast_alone(tmp_path, sco
         "--regions",
         "arctic,global,arctic",
     ]
-    run_evaluate(tmp_path, options, *words)
+    words += ["--truth", str(tmp_path / "truth.zarr"), "--output", str(tmp_path / "out")]
+    own, rest = evaluate_py.parse_options([*options, *words])
+    evaluate_py.run(load_checked(rest), own)
     scores = xr.open_dataset(tmp_path / "out/scores.nc", decode_timedelta=True)
     assert lead_hours(scores) == [12, 24] and scores.region.values.tolist() == ["global", "arctic"]
     assert xr.open_dataset(next((tmp_path / "out").glob("spectra_*.nc")))[T2M].attrs["units"] == "K2 m"

@@ -9,7 +9,6 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from config import Model
-from errors import ConfigError
 from models.embeddings import (
     Rotary,
     crop_grid,
@@ -17,7 +16,7 @@ from models.embeddings import (
 )
 from models.initialization import fill_with_nan, init_weights, initial_value
 from models.noise import UNIT, branch_factors, hash64
-from models.vit import Attention, StochasticDepth, VisionTransformer
+from models.vit import StochasticDepth, VisionTransformer
 
 
 def build(grid=(8, 16), patch=(4, 4), layers=2, periodic=True, **options) -> VisionTransformer:
@@ -90,12 +89,6 @@ def test_after_two_blocks_every_token_has_seen_all():
         assert (gradient.abs().amax(dim=1) > 0).double().mean() == reached
 
 
-@pytest.mark.parametrize("window", [(3, 0), (0, 5), (3, 3)])
-def test_windows_that_do_not_divide_the_tokens_are_refused(window):
-    with pytest.raises(ConfigError, match="model.attention_windows"):
-        build((32, 64), attention_windows=((2, 0), window))
-
-
 @pytest.mark.parametrize("grid", [(181, 36), (7, 10)])
 @pytest.mark.parametrize("periodic", [True, False])
 def test_every_row_is_predicted_and_learned_from(grid, periodic):
@@ -126,27 +119,6 @@ def test_initial_weights_depend_on_seed_and_name_alone():
     assert all(torch.equal(a, b) for a, b in zip(deep.parameters(), again.parameters(), strict=True))
     init_weights(again, seed=1)
     assert not torch.equal(deep.get_parameter(same), again.get_parameter(same))
-
-
-def test_fused_projection_can_be_sliced_by_heads():
-    """Half of the rows of qkv is half of the heads, each with its own q, k and v: what tensor parallelism
-    cuts.
-    """
-    torch.manual_seed(0)
-    model = Model(dim=32, num_heads=4, attention_backend="math")
-    whole, half = Attention(model), Attention(model)
-    x = torch.randn(2, 6, 32)
-    out = whole.projection.bias.expand(2, 6, 32).clone()
-    for rank in range(2):
-        rows = slice(rank * 48, (rank + 1) * 48)
-        half.qkv = torch.nn.Linear(32, 48)
-        half.projection = torch.nn.Linear(16, 32, bias=False)
-        with torch.no_grad():
-            half.qkv.weight.copy_(whole.qkv.weight[rows])
-            half.qkv.bias.copy_(whole.qkv.bias[rows])
-            half.projection.weight.copy_(whole.projection.weight[:, rank * 16 : (rank + 1) * 16])
-        out = out + half(x)
-    torch.testing.assert_close(out, whole(x), rtol=1e-5, atol=1e-6)
 
 
 def test_rotary_multiplies_by_complex_numbers():
