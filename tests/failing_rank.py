@@ -29,6 +29,8 @@ def fail(what: str) -> None:
             time.sleep(600)
     elif what == "raise":
         raise KeyError("no such variable")
+    elif what == "permission":
+        raise PermissionError(13, "Permission denied", "x.zarr")
     elif what == "kill":
         os.kill(os.getpid(), signal.SIGKILL)
     elif what == "leave":

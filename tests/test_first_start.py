@@ -252,3 +252,11 @@ def test_a_forecast_without_a_checkpoint_is_refused_before_weather_is_simulated(
     monkeypatch.setattr("datasets.convert.write_simulated", lambda *_: pytest.fail("simulated"))
     with pytest.raises(ConfigError, match="job.dump_folder.*no checkpoint there"):
         forecast.open_data(load_config(["--job.dump_folder", str(tmp_path)]))
+
+
+@pytest.mark.slow
+def test_two_runs_that_ask_for_the_same_store_at_once(words, start_job, tmp_path):
+    """One converts, the other one waits, or finds it done."""
+    jobs = [start_job(Path(words[1]), tmp_path / f"run{number}") for number in range(2)]
+    assert [job.end(180) for job in jobs] == [0, 0], "\n".join(job.output for job in jobs)
+    assert losses(tmp_path / "run0") == losses(tmp_path / "run1")

@@ -148,6 +148,12 @@ def test_an_exception_is_told_once_with_its_traceback(tmp_path):
     assert "KeyError: 'no such variable'; all ranks end" in ended.stderr.splitlines()[-1], ended.stderr
 
 
+def test_two_ranks_end_with_2_if_one_may_not_read(tmp_path):
+    ended = launch(tmp_path, "permission")
+    assert ended.returncode == 2 and ended.stderr.count("rossby:") == 1, ended.stderr
+    assert "x.zarr: permission denied" in ended.stderr and "Traceback" not in ended.stderr
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("launcher", ["run_train.sh", "torchrun"])
 def test_a_run_whose_rank_is_killed_twice_ends_as_if_undisturbed(start_job, tmp_path, launcher):
