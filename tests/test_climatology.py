@@ -11,7 +11,7 @@ from datasets.archive import Archive, open_archive
 from errors import DataError
 from tests.forecasts import analyses, grid, write
 from verification import climatology as module
-from verification.baselines import climatology_forecast
+from verification.baselines import Baseline
 from verification.climatology import (
     compute_climatology,
     covers_a_year,
@@ -198,7 +198,7 @@ def test_as_a_forecast_it_is_the_mean_of_the_valid_time(path: Path) -> None:
     opened = open_climatology(str(path))
     times = np.array(["2021-02-28T00", "2021-12-31T12"], "datetime64[s]")
     leads = np.array([12, 24], "timedelta64[h]").astype("timedelta64[s]")
-    block = climatology_forecast(opened, times, leads).read_block(slice(0, 2), slice(0, 2), NAMES)
+    block = Baseline(opened, NAMES, times, leads).read_block(slice(0, 2), slice(0, 2), NAMES)
     assert block.shape == (2, 2, 2, 2, 3)
     np.testing.assert_array_equal(block[0, 1], opened.field(np.datetime64("2021-03-01T00"), NAMES))
     np.testing.assert_array_equal(block[1, 0], opened.field(np.datetime64("2022-01-01T00"), NAMES))

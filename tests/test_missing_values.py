@@ -16,7 +16,7 @@ from datasets.remote import NO_OPTIONS
 from errors import ConfigError, DataError
 from evaluate import choose_regions, open_forecasts
 from tests.forecasts import analyses, climatology, evaluate_one, forecasts, grid, write
-from verification.baselines import Baseline, persistence_forecast
+from verification.baselines import Baseline
 from verification.climatology import open_climatology
 from verification.scores_by_date import evaluate
 from verification.stores import COMPUTED, DIVERGED, NO_ANALYSIS, StoredForecast, open_forecast
@@ -68,7 +68,7 @@ def test_other_units_of_unknown_variables_are_refused(tmp_path: Path, truth: xr.
 def persisted(truth: xr.Dataset, path: Path) -> tuple[Baseline, Archive]:
     archive = open_archive(write(truth, path))
     leads = np.array(LEADS, "m8[h]").astype("m8[s]")
-    return persistence_forecast(archive, archive.variables, archive.times[:8], leads), archive
+    return Baseline(archive, archive.variables, archive.times[:8], leads), archive
 
 
 def test_a_missing_date_or_cell_leaves_only_itself_out(tmp_path: Path, truth: xr.Dataset) -> None:

@@ -12,7 +12,7 @@ from datasets.archive import open_archive
 from datasets.grid import Grid, global_grid
 from tests.forecasts import analyses, forecasts, grid, write
 from verification import plots
-from verification.baselines import persistence_forecast
+from verification.baselines import Baseline
 from verification.plots import COLORS, color_range, draw_map, plot_evaluation, plot_run
 from verification.scores_by_date import evaluate
 from verification.stores import open_forecast
@@ -69,7 +69,7 @@ def test_a_baseline_has_one_colour_in_all_figures(tmp_path: Path, drawn: dict[st
     truth = analyses(grid(6, 8, poles=False), 12)
     archive = open_archive(write(truth, tmp_path / "truth.zarr"))
     ours = open_forecast(write(forecasts(truth, 3, [6, 12]), tmp_path / "ours.zarr"))
-    baseline = persistence_forecast(archive, archive.variables, ours.times, ours.leads)
+    baseline = Baseline(archive, archive.variables, ours.times, ours.leads)
     colors = set()
     for compared in ({"a": ours}, {"a": ours, "b": ours, "c": ours}):
         evaluation = evaluate({**compared, "persistence": baseline}, archive, detail_lead=6)

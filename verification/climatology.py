@@ -21,13 +21,13 @@ import pandas as pd
 import torch.distributed as dist
 import zarr
 
-from datasets.archive import Archive
+from datasets.archive import Archive, consecutive
 from datasets.fields import Field, NamedFields
 from datasets.remote import NO_OPTIONS, Access
 from datasets.source import CLIMATOLOGY_ROLES, find_files, open_fields, open_files
 from datasets.variables import split_name
 from errors import DataError
-from verification.stores import all_levels, create_store, state_of_analyses, state_of_files
+from verification.stores import all_levels, create_store, state_of_files
 
 logger = logging.getLogger("rossby")
 DAYS, WINDOW = 366, 61
@@ -127,7 +127,7 @@ def day_sums(
     wanted = dates[np.isin(pd.DatetimeIndex(archive.times[dates]).hour, hours)]
     # Dates next to each other are read as blocks, because chunks of analyses have many dates.
     longest = max(1, BLOCK_BYTES // (4 * len(variables) * archive.grid.shape[0] * archive.grid.shape[1]))
-    for run in np.split(wanted, np.flatnonzero(np.diff(wanted) != 1) + 1):  # neighbours are read together
+    for run in consecutive(wanted):
         for some in np.split(run, range(longest, len(run), longest)):
             block = archive.read_block(int(some[0]), int(some[-1]) + 1, variables)
             for time, field in zip(pd.DatetimeIndex(archive.times[some]), block, strict=True):
@@ -154,7 +154,7 @@ def fingerprint_of(archive: Archive, variables: Sequence[str], dates: np.ndarray
             digest.update(archive.read(int(date), variables).tobytes())
     else:
         for time in times[np.linspace(0, len(times) - 1, SAMPLED_DATES).astype(int)]:
-            digest.update(state_of_analyses(archive, variables, time).encode())
+            digest.update(state_of_files(archive, variables, time).encode())
     return digest.hexdigest()
 
 
@@ -173,15 +173,12 @@ class Climatology(NamedFields):
     def __init__(self, path: str, fields: Sequence[Field]) -> None:
         """fields: with labels of hours and days of the year. Raises DataError if a label occurs twice."""
         super().__init__(path, fields)
-        self.stored, self.rows = list(fields), dict[str, dict[int, int]]()  # axis -> label -> position
-        for axis, labels in {
-            axis: labels for field in fields for axis, labels in field.labels.items()
-        }.items():
-            self.rows[axis] = {label: row for row, label in enumerate(labels.tolist())}
-            if len(self.rows[axis]) < len(labels) or any(
-                f.size(axis) not in (1, len(labels)) for f in fields
-            ):
-                raise DataError(f"{path!r}: its coordinate {axis} does not label each of its fields once")
+        self.rows: dict[str, dict[int, int]] = {}  # axis -> label -> position
+        for field in fields:
+            for axis, labels in field.labels.items():
+                rows = {label: row for row, label in enumerate(labels.tolist())}
+                if len(rows) < len(labels) or self.rows.setdefault(axis, rows) != rows:
+                    raise DataError(f"{path!r}: its coordinate {axis} does not label each of its fields once")
         # An ACC, damped persistence and the climatology as a forecast need the same fields.
         size = 4 * len(self.variables) * self.grid.shape[0] * self.grid.shape[1]
         self._read = lru_cache(max(2, KEPT_BYTES // size))(self._read_fields)
@@ -211,7 +208,7 @@ class Climatology(NamedFields):
     @cached_property
     def state(self) -> str:
         """The state of its files when it was first asked for."""
-        return state_of_files(self.stored)
+        return state_of_files(self, self.variables)
 
 
 def open_climatology(path: str, access: Access = NO_OPTIONS) -> Climatology:

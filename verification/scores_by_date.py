@@ -47,7 +47,7 @@ from verification.scores import (
     statistic_names,
     wind_pairs,
 )
-from verification.stores import state_of_analyses
+from verification.stores import state_of_files
 from verification.tables import by_variable, headline
 
 logger = logging.getLogger("rossby")
@@ -311,7 +311,7 @@ def date_digests(matcher: Matcher) -> np.ndarray:
     files of the forecasts of that date, the analyses that they are compared with, and options.
     """
     truth, grid, climatology = matcher.truth, matcher.grid, matcher.climatology
-    state_of_truth = cache(lambda time: state_of_analyses(truth, matcher.variables, time))
+    state_of_truth = cache(lambda time: state_of_files(truth, matcher.variables, time))
     options = (grid.latitude.tolist(), grid.longitude.tolist(), matcher.boundary_width, matcher.has.tolist())
     digests = []
     for date in matcher.dates:

@@ -31,7 +31,6 @@ from dask import array as dask
 from torch import Tensor
 from zarr.codecs import BloscCodec
 
-from datasets.archive import Archive
 from datasets.fields import Field, NamedFields
 from datasets.grid import Grid
 from datasets.remote import NO_OPTIONS, Access
@@ -121,24 +120,28 @@ def identity_of(attributes: Mapping[str, Any]) -> dict[str, Any] | None:
         return None
 
 
-def state_of_files(fields: Sequence[Field], rows: Mapping[str, int] | None = None) -> str:
-    """Return a digest of the names, sizes and modification times of the files of some arrays, of Zarr stores
-    only those with these rows of axes (role -> row). A URL has another state at each call.
+def state_of_files(source: NamedFields, variables: Sequence[str], time: np.datetime64 | None = None) -> str:
+    """Return a digest of the names, sizes and modification times of the files with some variables, of Zarr
+    stores only those with a date if one is given. A URL has another state at each call.
     """
     digest = hashlib.sha256()
-    arrays = {(source.path, source.array): source for source in fields}
-    for (path, _), source in sorted(arrays.items()):
-        names = [path]
+    arrays = {(array.path, array.array): array for name in variables for array, _ in source.find(name)}
+    for (path, _), array in sorted(arrays.items()):
+        rows = [] if time is None else np.flatnonzero(array.times == time).tolist()
+        if time is not None and not rows:
+            continue
         if "://" in path:
             return uuid4().hex
+        names = [path]
         # Of a Zarr store the files of the chunks: the folder's own time changes with any of them.
         if os.path.isdir(path):
-            chunks, numbers = source.raw.shards or source.raw.chunks, []
-            for role, size, chunk in zip(source.roles, source.raw.shape, chunks, strict=True):
-                row = (rows or {}).get(role)
-                numbers.append(range(-(-size // chunk)) if row is None else [row // chunk])
-            folder = os.path.join(path, source.raw.store_path.path)
-            keys = map(source.raw.metadata.encode_chunk_key, product(*numbers))
+            numbers = []  # of chunks, by dimension
+            sizes = array.raw.shards or array.raw.chunks
+            for role, length, size in zip(array.roles, array.raw.shape, sizes, strict=True):
+                has_date = rows and role == "time"
+                numbers.append([row // size for row in rows] if has_date else range(-(-length // size)))
+            folder = os.path.join(path, array.raw.store_path.path)
+            keys = map(array.raw.metadata.encode_chunk_key, product(*numbers))
             names = [os.path.join(folder, key) for key in keys]
         for name in names:
             try:
@@ -147,17 +150,6 @@ def state_of_files(fields: Sequence[Field], rows: Mapping[str, int] | None = Non
             except FileNotFoundError:  # a chunk that is not written yet
                 digest.update(f"{name}\n".encode())
     return digest.hexdigest()
-
-
-def state_of_analyses(archive: Archive, variables: Sequence[str], time: np.datetime64) -> str:
-    """Return a digest of the state of the files with the analyses of a date."""
-    sources = {source for name in variables for source, _ in archive.find(name)}
-    states = [
-        state_of_files([source], {"time": int(row)})
-        for source in sources
-        for row in np.flatnonzero(source.times == time)
-    ]
-    return hashlib.sha256("".join(sorted(states)).encode()).hexdigest()
 
 
 @dataclass(eq=False)
@@ -291,7 +283,7 @@ class StoredForecast(NamedFields):
         Raises DataError for axes that forecasts cannot have.
         """
         super().__init__(path, fields, unreadable)
-        self.stored, self.status = list(fields), status
+        self.status = status
         self.checkpoint = str((identity or {}).get("checkpoint", ""))
         self.times, self.leads = np.asarray(fields[0].times), fields[0].labels["lead"]
         for name, axis in (("time", self.times), ("lead time", self.leads)):
@@ -314,9 +306,8 @@ class StoredForecast(NamedFields):
 
     def state(self, time: np.datetime64) -> str:
         """Return the state of the files with the forecasts from a date."""
-        row = int(np.searchsorted(self.times, time))
-        status = "" if self.status is None else self.status[row].tolist()
-        return f"{state_of_files(self.stored, {'time': row})} {status}"
+        status = "" if self.status is None else self.status[self.times == time].tolist()
+        return f"{state_of_files(self, self.variables, time)} {status}"
 
 
 def open_forecast(
