@@ -12,7 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import groupby, product
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -25,42 +25,16 @@ from datasets.regrid import Regridder
 from datasets.statistics import refuse_fills
 from datasets.variables import UnitConversion, find_conversion, group_levels
 from errors import DataError
+from verification.baselines import Baseline
 from verification.climatology import Climatology
-from verification.stores import COMPUTED, DIVERGED, NOT_COMPUTED
+from verification.stores import COMPUTED, DIVERGED, NOT_COMPUTED, StoredForecast
 
 logger = logging.getLogger("rossby")
 BLOCK_BYTES = 2**27  # of a forecast, or of the truth, read at once; more if one array of a date is larger
 KEPT_BYTES = 2**30  # of truth, and of climatology, kept for later dates
 MOST_DATES = 16  # read at once
+ForecastFields = StoredForecast | Baseline  # that can be scored
 PROBES = 8  # dates at which a variable must be missing to count as one that a forecast does not have
-
-
-class ForecastFields(Protocol):
-    """Forecasts that can be scored: a stored forecast, or one made from analyses or a climatology."""
-
-    times: np.ndarray  # (n,) initial dates, datetime64[s], ascending
-    leads: np.ndarray  # (L,) timedelta64[s], ascending
-    num_members: int  # 1: not an ensemble
-    block: tuple[int, int]  # initial dates and leads that are stored, and decoded, together
-    # (n, L) of verification.stores, of a forecast of Rossby's: it fills cells that the initial analysis
-    # lacks, and is not scored there, as in train.py; None: all are computed.
-    status: np.ndarray | None
-
-    @property
-    def grid(self) -> Grid: ...
-
-    @property
-    def variables(self) -> Sequence[str]: ...
-
-    def units(self, name: str) -> str: ...
-
-    def read_block(self, dates: slice, leads: slice, variables: Sequence[str]) -> np.ndarray:
-        """Return (n, k, V, H, W), or (n, k, M, V, H, W) for an ensemble, float32."""
-        ...
-
-    def state(self, time: np.datetime64, /) -> str:
-        """Return a text that changes when the values of the forecasts from a date may have changed."""
-        ...
 
 
 class Step(NamedTuple):
