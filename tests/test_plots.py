@@ -1,6 +1,7 @@
 """Plots: which variables are mapped, with which units and dates; colours; limits and coastlines of maps."""
 
 from pathlib import Path
+from typing import Any
 
 import matplotlib.pyplot as plt
 import numpy as np
@@ -34,12 +35,11 @@ def drawn(monkeypatch: pytest.MonkeyPatch) -> dict[str, Figure]:
 def scores_of(names: list[str], hours: list[int], num_dates: list[int], units: dict[str, str]) -> Scores:
     """All are 1."""
     leads = np.array(hours, "timedelta64[h]").astype("timedelta64[ns]")
-    coords = {"metric": ["rmse"], "region": ["global"], "lead_time": leads}
-    coords["num_dates"] = ("lead_time", num_dates)
-    dims = ("metric", "region", "lead_time", "variable")
-    ones = xr.DataArray(np.ones((1, 1, len(hours), len(names))), coords, dims)
-    table = by_variable(ones, names, units)
-    return Scores(names, {"model": table}, 0.5)
+    coords: dict[str, Any] = {"metric": ["rmse"], "region": ["global"], "lead_time": leads}
+    coords |= {"forecast": ["model"], "num_dates": (("forecast", "lead_time"), [num_dates])}
+    dims = ("forecast", "metric", "region", "lead_time", "variable")
+    ones = xr.DataArray(np.ones((1, 1, 1, len(hours), len(names))), coords, dims)
+    return Scores(names, by_variable(ones, names, units), 0.5)
 
 
 def run(folder: Path) -> None:

@@ -25,7 +25,6 @@ from verification.scores import mean_of_midlatitudes
 from verification.scores_by_date import Evaluation, Example
 from verification.tables import (
     DAY,
-    combine,
     describe_dates,
     headline,
     labels,
@@ -174,7 +173,7 @@ def color_range(*fields: np.ndarray, signed: bool = False) -> dict[str, Any]:
 
 def plot_run(folder: Path, scores: Scores, example: Example, grid: Grid, land: np.ndarray | None) -> None:
     """Write the plots of a run into `folder`/plots."""
-    target, combined = folder / "plots", combine(scores.by_forecast)
+    target = folder / "plots"
     # Training (line) and validation loss (points) of metrics.jsonl against the step.
     figure, (axes,) = build_panels(1, f"Loss: {folder.name}")
     records = read_records(folder / "metrics.jsonl")
@@ -188,10 +187,11 @@ def plot_run(folder: Path, scores: Scores, example: Example, grid: Grid, land: n
     if axes.lines:
         axes.legend()
     save(figure, target / "loss.png")
-    dates = describe_dates(scores.by_forecast["model"])
+    dates = describe_dates(scores.by_forecast.sel(forecast="model"))
     title = f"Root-mean-square error, validation period: {dates}"
-    plot_rmse(combined, scores.variables, title, target / "rmse.png")
-    plot_maps(example, scores.lead_hours[0], combined, grid, land, target / "maps.png")
+    plot_rmse(scores.by_forecast, scores.variables, title, target / "rmse.png")
+    hours = lead_hours(scores.by_forecast)[0]
+    plot_maps(example, hours, scores.by_forecast, grid, land, target / "maps.png")
 
 
 def plot_evaluation(evaluation: Evaluation, land: np.ndarray | None, folder: Path) -> None:

@@ -257,6 +257,16 @@ def final_scores(statistics: xr.DataArray, num_members: xr.DataArray | int = 1) 
     return result.transpose("metric", ..., "region", "lead_time", "variable", missing_dims="ignore")
 
 
+def combine(scores: Sequence[xr.DataArray], variables: Sequence[str], units: Mapping[str, str]) -> xr.Dataset:
+    """Return the `final_scores` of forecasts, which have a dimension `forecast` of size 1, by variable; with
+    the coordinate `num_dates` (forecast, lead_time).
+    """
+    array = xr.concat(scores, "forecast", join="outer", coords="minimal", compat="override")
+    array = array.transpose("forecast", "metric", ...)
+    num_dates = array.sel(metric="num_dates", drop=True).max(("variable", "region")).astype(int)
+    return by_variable(array, variables, units).assign_coords(num_dates=num_dates)
+
+
 # -- zonal energy spectra ------------------------------------------------------------------------------
 
 

@@ -42,13 +42,14 @@ from verification.scores import (
     RegionMeans,
     Spectra,
     append_wind,
+    combine,
     date_statistics,
     final_scores,
     statistic_names,
     wind_pairs,
 )
 from verification.stores import state_of_files
-from verification.tables import by_variable, headline
+from verification.tables import headline
 
 logger = logging.getLogger("rossby")
 # An initial date, and variable -> (truth, forecast), each (H, W).
@@ -255,12 +256,9 @@ def evaluate(
         final_scores(by_date["statistics"].isel(forecast=[f]).load(), members)
         for f, members in enumerate(num_members)
     ]
-    array = xr.concat(of_forecast, "forecast", join="outer", coords="minimal", compat="override")
-    num_dates = array.sel(metric="num_dates", drop=True).max(("variable", "region")).astype(int)
-    if not num_dates.any():
+    result = combine(of_forecast, coords["variable"].tolist(), units)
+    if not result["num_dates"].any():
         raise DataError(f"the truth has no analysis for the forecasts, such as of {times[0] + leads[0]}")
-    array = array.transpose("forecast", "metric", ...)
-    result = by_variable(array, coords["variable"].tolist(), units).assign_coords(num_dates=num_dates)
     of_spectra = {}
     for name, has in zip(forecasts, matcher.has, strict=True) if spectra else []:
         of_spectra[name] = spectra.pop(0).result(leads[detail:][:1], has, units)  # frees gigabytes of sums

@@ -68,19 +68,6 @@ def by_variable(array: xr.DataArray, variables: Sequence[str], own_units: Mappin
     return merged
 
 
-def combine(scores_of: Mapping[str, xr.Dataset]) -> xr.Dataset:
-    """Return the scores of all forecasts with a first dimension `forecast`, NaN (no dates) where missing.
-
-    Coordinate `num_dates` (forecast, lead_time).
-    """
-    datasets = [scores.reset_coords("num_dates") for scores in scores_of.values()]
-    options: Any = {"join": "outer", "combine_attrs": "override", "compat": "override"}
-    # Forecasts of surface variables alone have no level.
-    options |= {"data_vars": "all", "coords": "minimal"}
-    together = xr.concat(datasets, xr.DataArray(list(scores_of), dims="forecast", name="forecast"), **options)
-    return together.assign_coords(num_dates=together["num_dates"].fillna(0).astype(int))
-
-
 def lead_hours(scores: xr.Dataset | xr.DataArray) -> list[int]:
     """Return the leads of scores in hours."""
     return [int(lead / np.timedelta64(1, "h")) for lead in scores["lead_time"].values]
