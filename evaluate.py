@@ -43,7 +43,6 @@ if __name__ == "__main__":
 import logging
 import os
 import re
-import shutil
 import time
 from argparse import Namespace
 from collections.abc import Sequence
@@ -72,16 +71,10 @@ from parallelisms.mesh import PATIENCE, from_first_rank, start_ranks
 from planning.start_checks import check_folder
 from training.run_folder import lock_folder
 from verification.baselines import build_baselines
-from verification.climatology import (
-    Climatology,
-    compute_climatology,
-    fingerprint_of,
-    open_climatology,
-    stored_fingerprint,
-)
+from verification.climatology import Climatology, compute_climatology, open_climatology
 from verification.matching import ForecastFields
 from verification.plots import describe, plot_evaluation
-from verification.scores import REGIONS, regions_on
+from verification.scores import REGIONS, region_weights
 from verification.scores_by_date import Evaluation, evaluate
 from verification.stores import NOT_COMPUTED, StoredForecast, open_forecast
 from verification.tables import (
@@ -251,7 +244,8 @@ def choose_regions(wanted: Sequence[str], grid: Grid) -> list[str]:
 
     Logs the others. Raises ConfigError if no region is left.
     """
-    on_grid = regions_on(grid)
+    rows, columns = region_weights(grid, list(REGIONS))
+    on_grid = np.array(list(REGIONS))[rows.any(axis=1) & columns.any(axis=1)].tolist()
     chosen = [name for name in wanted if name in on_grid]
     if not chosen:
         reason = f"no point of this grid is in it; there are {', '.join(on_grid)}"
@@ -284,22 +278,11 @@ def find_climatology(
     if "climatology" not in options.baselines:
         logger.info("no climatology and no ACC: neither --baselines nor --climatology names one")
         return None
-    archive, variables, dates = selection.archive, selection.variables, selection.train
-    target, locks = folder / OWN_FOLDER / "climatology.zarr", list[IO[str]]()
-    unfinished = target.with_suffix(".incomplete")
-    fingerprint = from_first_rank(lambda: fingerprint_of(archive, variables, dates))
-
-    def rename() -> None:
-        shutil.rmtree(target, ignore_errors=True)
-        os.replace(unfinished, target)
-
     # -- one evaluation computes it, others that started meanwhile wait for it
+    target, locks = folder / OWN_FOLDER / "climatology.zarr", list[IO[str]]()
     if not is_locked:  # of an evaluation with another --output
         from_first_rank(lambda: locks.append(lock_output(target.parent, wait=True)))
-    if from_first_rank(lambda: stored_fingerprint(target)) != fingerprint:
-        logger.info("computing the climatology of the training period, once, into %s", target)
-        compute_climatology(archive, variables, dates, str(unfinished), fingerprint)
-        from_first_rank(rename)
+    compute_climatology(selection.archive, selection.variables, selection.train, target)
     locks.clear()
     return open_climatology(str(target), access)
 

@@ -134,7 +134,7 @@ def test_it_has_the_hours_that_the_analyses_have(
 
 def compute_on_ranks(source: str, path: Path) -> None:
     archive = open_archive(source)
-    compute_climatology(archive, NAMES, np.arange(len(archive.times)), str(path), "two years")
+    compute_climatology(archive, NAMES, np.arange(len(archive.times)), path)
 
 
 def test_ranks_share_the_work_and_a_killed_one_continues(ranks, years, path, tmp_path, monkeypatch) -> None:
@@ -155,8 +155,10 @@ def test_ranks_share_the_work_and_a_killed_one_continues(ranks, years, path, tmp
     with monkeypatch.context() as patch:
         patch.setattr(module, "day_sums", lambda *each: calls.append(each[1:4:2]) or whole(*each))
         compute_on_ranks(years[1].path, tmp_path / "killed.zarr")
-    shutil.copytree(tmp_path / "killed.zarr", tmp_path / "torn.zarr")  # killed while it was created
-    shutil.rmtree(tmp_path / "torn.zarr/2m_temperature")
+    shutil.copytree(
+        tmp_path / "killed.zarr", tmp_path / "torn.zarr.incomplete"
+    )  # killed while it was created
+    shutil.rmtree(tmp_path / "torn.zarr.incomplete/2m_temperature")
     compute_on_ranks(years[1].path, tmp_path / "torn.zarr")
     assert calls == [(["geopotential:500"], [0]), (["2m_temperature"], [0]), (["geopotential:500"], [12])] + [
         (["2m_temperature"], [12])

@@ -9,6 +9,7 @@ Source: WeatherBench2, scripts/compute_climatology.py and utils.compute_hourly_s
 
 import hashlib
 import logging
+import os
 import shutil
 from collections.abc import Sequence
 from functools import cached_property, lru_cache
@@ -27,6 +28,7 @@ from datasets.remote import NO_OPTIONS, Access
 from datasets.source import CLIMATOLOGY_ROLES, find_files, open_fields, open_files
 from datasets.variables import split_name
 from errors import DataError
+from parallelisms.mesh import from_first_rank
 from verification.stores import all_levels, create_store, state_of_files
 
 logger = logging.getLogger("rossby")
@@ -56,29 +58,51 @@ def covers_a_year(times: np.ndarray) -> bool:
 
 
 def compute_climatology(
-    archive: Archive, variables: Sequence[str], dates: np.ndarray, path: str, fingerprint: str = ""
+    archive: Archive, variables: Sequence[str], dates: np.ndarray, path: str | Path
 ) -> None:
-    """Compute the climatology of `dates` (positions in archive.times) into a Zarr store at `path`.
+    """Compute the climatology of `dates` (positions in archive.times) into a Zarr store at `path`, unless one
+    of the same data is there; an unfinished one is completed.
 
-    `hour` has the hours of the dates. Means skip missing values. fingerprint: identity of the input; with it,
-    an unfinished store is completed. Called by all ranks together, which share the work.
+    `hour` has the hours of the dates. Means skip missing values. Called by all ranks together, which share
+    the work.
     """
-    times, marks, shape = archive.times[dates], Path(path, DONE), archive.grid.shape
+    times, grid, shape = archive.times[dates], archive.grid, archive.grid.shape
     hours, by_day = np.unique(pd.DatetimeIndex(times).hour).tolist(), covers_a_year(times)
+    target, unfinished = Path(path), Path(f"{path}.incomplete")
+    marks = unfinished / DONE
     rank, ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
-    is_begun = marks.is_dir() and fingerprint and stored_fingerprint(Path(path)) == fingerprint
-    if rank == 0 and not is_begun:
-        axes = {"hour": np.asarray(hours)} | ({"dayofyear": np.arange(1, DAYS + 1)} if by_day else {})
-        some_days = max(1, min(DAYS, CHUNK_BYTES // (4 * shape[0] * shape[1])))
-        recipe = f"WeatherBench2, triangular window of {WINDOW} days" if by_day else "mean by hour of day"
-        period = f"{len(times)} dates, {str(times[0])[:16]} to {str(times[-1])[:16]}"
-        attributes = {"period": period, "recipe": recipe, FINGERPRINT: fingerprint}
-        own_units = {name: archive.units(name) for name in variables}
-        chunks = {"hour": 1, "dayofyear": some_days, "level": 1}
-        create_store(path, variables, archive.grid, axes, chunks, attributes, own_units)
-        marks.mkdir()
-    if ranks > 1:
-        dist.barrier()
+    on_first_rank = from_first_rank if dist.is_initialized() else lambda compute: compute()
+
+    def begin() -> bool:
+        """Return False if nothing is to be computed; otherwise create or continue the unfinished store."""
+        # A digest of what it is computed from: names, grid, dates, and the state of the files of some of
+        # them; of a URL the values of three dates.
+        selected = [dict(archive.find(name)[0][0].selected) for name in variables]
+        digest = hashlib.sha256(repr((archive.path, list(variables), selected)).encode())
+        digest.update(times.tobytes() + grid.latitude.tobytes() + grid.longitude.tobytes())
+        if "://" in archive.path:
+            for date in dates[[0, len(dates) // 2, -1]]:
+                digest.update(archive.read(int(date), variables).tobytes())
+        else:
+            for time in times[np.linspace(0, len(times) - 1, SAMPLED_DATES).astype(int)]:
+                digest.update(state_of_files(archive, variables, time).encode())
+        if stored_fingerprint(target) == digest.hexdigest():
+            return False
+        logger.info("computing the climatology of the training period, once, into %s", target)
+        if not marks.is_dir() or stored_fingerprint(unfinished) != digest.hexdigest():
+            axes = {"hour": np.asarray(hours)} | ({"dayofyear": np.arange(1, DAYS + 1)} if by_day else {})
+            some_days = max(1, min(DAYS, CHUNK_BYTES // (4 * shape[0] * shape[1])))
+            recipe = f"WeatherBench2, triangular window of {WINDOW} days" if by_day else "mean by hour of day"
+            period = f"{len(times)} dates, {str(times[0])[:16]} to {str(times[-1])[:16]}"
+            attributes = {"period": period, "recipe": recipe, FINGERPRINT: digest.hexdigest()}
+            own_units = {name: archive.units(name) for name in variables}
+            chunks = {"hour": 1, "dayofyear": some_days, "level": 1}
+            create_store(unfinished, variables, grid, axes, chunks, attributes, own_units)
+            marks.mkdir()
+        return True
+
+    if not on_first_rank(begin):
+        return
 
     # -- groups of hours and variables: all hours of as many variables as fit in memory, or one hour; at least
     # as many groups as ranks, if there are enough variables
@@ -87,7 +111,7 @@ def compute_climatology(
     together = [hours] if size >= len(hours) else [[hour] for hour in hours]
     width = max(1, min(size // len(together[0]), -(-len(variables) * len(together) // ranks)))
     groups = list(product(together, range(0, len(variables), width)))
-    store, levels = zarr.open_group(path, mode="r+"), all_levels(variables)
+    store, levels = zarr.open_group(unfinished, mode="r+"), all_levels(variables)
     for some_hours, start in groups[rank::ranks]:
         some = list(variables[start : start + width])
         pairs = [(h, v) for h, v in product(some_hours, some) if not (marks / f"{h}-{v}").exists()]
@@ -110,10 +134,15 @@ def compute_climatology(
             at += [] if level is None else [levels.index(level)]
             array[tuple(at)] = mean if by_day else mean[0]
             (marks / f"{hour}-{variable}").touch()
+
+    def finish() -> None:
+        shutil.rmtree(marks)
+        shutil.rmtree(target, ignore_errors=True)
+        os.replace(unfinished, target)
+
     if ranks > 1:
         dist.barrier()
-    if rank == 0:
-        shutil.rmtree(marks)
+    on_first_rank(finish)
 
 
 def day_sums(
@@ -139,23 +168,6 @@ def day_sums(
                     total[h, :, -1] += np.where(valid, field, 0)
                     count[h, :, -1] += valid
     return total, count
-
-
-def fingerprint_of(archive: Archive, variables: Sequence[str], dates: np.ndarray) -> str:
-    """Return a digest of what the climatology of `dates` is computed from: names, grid, dates, and the state
-    of the files of some of them; of a URL the values of three dates.
-    """
-    times, grid = archive.times[dates], archive.grid
-    selected = [dict(archive.find(name)[0][0].selected) for name in variables]
-    digest = hashlib.sha256(repr((archive.path, list(variables), selected)).encode())
-    digest.update(times.tobytes() + grid.latitude.tobytes() + grid.longitude.tobytes())
-    if "://" in archive.path:
-        for date in dates[[0, len(dates) // 2, -1]]:
-            digest.update(archive.read(int(date), variables).tobytes())
-    else:
-        for time in times[np.linspace(0, len(times) - 1, SAMPLED_DATES).astype(int)]:
-            digest.update(state_of_files(archive, variables, time).encode())
-    return digest.hexdigest()
 
 
 def stored_fingerprint(path: Path) -> str | None:

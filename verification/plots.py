@@ -31,7 +31,6 @@ from verification.tables import (
     lead_hours,
     one_variable,
     select,
-    units_of,
     variable_names,
 )
 from verification.validation import Scores
@@ -78,7 +77,8 @@ def label_of(scores: xr.Dataset, variable: str) -> str:
     """Return "geopotential at 500 hPa (m2 s-2)"; without brackets if the units are unknown."""
     name, level = split_name(variable)
     text = name.replace("_", " ") + ("" if level is None else f" at {level} hPa")
-    return f"{text} ({units_of(scores, variable)})" if units_of(scores, variable) else text
+    units = one_variable(scores, variable).attrs.get("units", "")
+    return f"{text} ({units})" if units else text
 
 
 def plot_lines(

@@ -11,6 +11,7 @@ Shapes: F forecasts, V variables (a level counts as one), M members, R regions, 
 longitudes, K = W // 2 + 1 wavenumbers.
 """
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -22,7 +23,7 @@ from torch import Tensor
 
 from datasets.grid import Grid, area_weights
 from errors import ConfigError
-from verification.tables import by_variable, squared
+from verification.tables import by_variable
 
 # The statistics of one date, in the order of the first axis of `date_statistics`.
 ERRORS = ("mse", "mae", "bias")
@@ -80,12 +81,6 @@ def region_weights(grid: Grid, names: Sequence[str]) -> tuple[np.ndarray, np.nda
     rows = [inside(grid.latitude, REGIONS[name].latitudes) for name in names]
     columns = [inside(grid.longitude % 360, REGIONS[name].longitudes) for name in names]
     return np.stack(rows) * area_weights(grid.latitude), np.stack(columns)
-
-
-def regions_on(grid: Grid) -> list[str]:
-    """Return the names of the regions that have a cell on the grid."""
-    rows, columns = region_weights(grid, list(REGIONS))
-    return np.array(list(REGIONS))[rows.any(axis=1) & columns.any(axis=1)].tolist()
 
 
 class RegionMeans:
@@ -311,8 +306,11 @@ class Spectra:
         dims = ["lead_time", "variable", "latitude", "zonal_wavenumber", "source"]
         array = xr.DataArray(mean.cpu().numpy(), coords, dims)
         spectra = by_variable(array, [self.variables[row] for row in rows], units)
-        for field in spectra.data_vars.values():  # squared, times the length of a circle of latitude
-            field.attrs["units"] = f"{squared(field.attrs['units'])} m".strip()
+        for field in spectra.data_vars.values():
+            # Squared, "m2 s-2" of "m s-1", times the length of a circle of latitude; pure numbers stay "1".
+            words = [re.fullmatch(r"(.*?[^\d-])(-?\d+)?", word) for word in field.attrs["units"].split()]
+            squares = [f"{word[1]}{2 * int(word[2] or 1)}" if word else "1" for word in words]
+            field.attrs["units"] = " ".join([*squares, "m"])
         return spectra
 
 

@@ -3,7 +3,6 @@ tables of text; and a scorecard, which tests the differences of two forecasts fo
 """
 
 import math
-import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -107,17 +106,6 @@ def select(scores: xr.Dataset, metric: str, variable: str) -> xr.DataArray:
     return one_variable(scores, variable).sel(metric=metric, region=region)
 
 
-def units_of(scores: xr.Dataset, variable: str) -> str:
-    """Return the units of a variable."""
-    return str(scores[split_name(variable)[0]].attrs.get("units", ""))
-
-
-def squared(units: str) -> str:
-    """Return "m2 s-2" for "m s-1", "K2" for "K"; pure numbers stay ("1")."""
-    words = [re.fullmatch(r"(.*?[^\d-])(-?\d+)?", word) for word in units.split()]
-    return " ".join(f"{word[1]}{2 * int(word[2] or 1)}" if word else "1" for word in words)
-
-
 def describe_dates(scores: xr.Dataset) -> str:
     """Return "47 initial dates", or "47 initial dates at 6 h, 7 at 240 h" where leads differ; scores: of one
     forecast.
@@ -163,7 +151,9 @@ def score_table(scores: xr.Dataset, metric: str, title: str) -> pd.DataFrame:
         columns = scores["forecast"].values.tolist()  # not of the mean of members
     counts = first.sel(metric="num_dates").to_array()
     scored = (counts > 0).any([dim for dim in counts.dims if dim != "lead_time"])
-    leads, names = shown_leads(first["lead_time"].values[scored.values]), variable_names(first)
+    leads, names = first["lead_time"].values[scored.values], variable_names(first)
+    if len(leads) > LEADS_SHOWN:  # the first, every whole day, and the last
+        leads = leads[(leads % DAY == np.timedelta64(0, "h")) | np.isin(leads, leads[[0, -1]])]
     # -- a table a variable, whose rows are leads
     tables = [pd.DataFrame(columns=[metric.upper(), *columns])]
     for name in names if len(names) <= VARIABLES_SHOWN else headline(names):
@@ -176,7 +166,7 @@ def score_table(scores: xr.Dataset, metric: str, title: str) -> pd.DataFrame:
         rows.insert(0, "dates", ["-".join(map("{:.0f}".format, sorted({*pair}))) for pair in ends])
         rows.insert(0, "lead", [f"{hours} h" for hours in lead_hours(values)])
         rows.insert(0, metric.upper(), name)
-        rows["units"] = "" if metric in PURE else units_of(first, name)
+        rows["units"] = "" if metric in PURE else one_variable(first, name).attrs.get("units", "")
         if metric != "rmse":
             rows = rows.dropna(subset=columns, how="all")
         tables.append(rows)
@@ -188,13 +178,6 @@ def score_table(scores: xr.Dataset, metric: str, title: str) -> pd.DataFrame:
         title += f"; {table[metric.upper()].nunique()} of {len(names)} variables"
     table.attrs["title"] = title
     return table
-
-
-def shown_leads(leads: np.ndarray) -> np.ndarray:
-    """Return all of a few leads; of many the first, every whole day, and the last."""
-    if len(leads) <= LEADS_SHOWN:
-        return leads
-    return leads[(leads % DAY == np.timedelta64(0, "h")) | np.isin(leads, leads[[0, -1]])]
 
 
 # -- scorecard -----------------------------------------------------------------------------------------
