@@ -29,7 +29,7 @@ from datasets.source import CLIMATOLOGY_ROLES, find_files, open_fields, open_fil
 from datasets.variables import split_name
 from errors import DataError
 from parallelisms.mesh import from_first_rank
-from verification.stores import all_levels, create_store, state_of_files
+from verification.stores import all_levels, create_store, open_own_store, state_of_files
 
 logger = logging.getLogger("rossby")
 DAYS, WINDOW = 366, 61
@@ -86,10 +86,10 @@ def compute_climatology(
         else:
             for time in times[np.linspace(0, len(times) - 1, SAMPLED_DATES).astype(int)]:
                 digest.update(state_of_files(archive, variables, time).encode())
-        if stored_fingerprint(target) == digest.hexdigest():
+        if open_own_store(target).attrs.get(FINGERPRINT) == digest.hexdigest():
             return False
         logger.info("computing the climatology of the training period, once, into %s", target)
-        if not marks.is_dir() or stored_fingerprint(unfinished) != digest.hexdigest():
+        if not marks.is_dir() or open_own_store(unfinished).attrs.get(FINGERPRINT) != digest.hexdigest():
             axes = {"hour": np.asarray(hours)} | ({"dayofyear": np.arange(1, DAYS + 1)} if by_day else {})
             some_days = max(1, min(DAYS, CHUNK_BYTES // (4 * shape[0] * shape[1])))
             recipe = f"WeatherBench2, triangular window of {WINDOW} days" if by_day else "mean by hour of day"
@@ -168,15 +168,6 @@ def day_sums(
                     total[h, :, -1] += np.where(valid, field, 0)
                     count[h, :, -1] += valid
     return total, count
-
-
-def stored_fingerprint(path: Path) -> str | None:
-    """Return the fingerprint of the data of a stored climatology, None if there is none."""
-    try:
-        group: Any = zarr.open_group(path, mode="r", use_consolidated=False)
-    except (OSError, ValueError, KeyError, TypeError):
-        return None
-    return group.attrs.get(FINGERPRINT)
 
 
 class Climatology(NamedFields):

@@ -200,29 +200,18 @@ def plot_evaluation(evaluation: Evaluation, land: np.ndarray | None, folder: Pat
     names = [name for name in variable_names(first) if np.isfinite(select(first, "rmse", name)).any()]
     title = f"Root-mean-square error, {describe(evaluation)}"
     plot_rmse(scores, headline(names), title, folder / "rmse.png")
-    if evaluation.spectra:
-        plot_spectra(evaluation.spectra, folder / "spectra.png")
     if evaluation.example:
         hours = evaluation.example_hours
         plot_maps(evaluation.example, hours, scores, evaluation.grid, land, folder / "maps.png")
 
-
-def describe(evaluation: Evaluation) -> str:
-    """Return the region, period and number of dates by lead, for titles."""
-    times, scores = evaluation.by_date["initial_time"].values, evaluation.scores.isel(forecast=0)
-    period = f"{str(times[0])[:10]} to {str(times[-1])[:10]}"
-    return f"{scores['region'].item(0)}: {describe_dates(scores)}, {period}"
-
-
-def plot_spectra(spectra: Mapping[str, xr.Dataset], target: Path) -> None:
-    """Draw zonal energy, mean over 30 to 60 degrees of both hemispheres, of forecasts and the truth.
-
-    spectra: `Evaluation.spectra` by forecast.
-    """
-    first, curves = next(iter(spectra.values())), {}
+    # -- zonal energy, mean over 30 to 60 degrees of both hemispheres, of forecasts and the truth
+    spectra, curves = evaluation.spectra, {}
+    if not spectra:
+        return
+    first = next(iter(spectra.values()))
     for name in headline(variable_names(first)):
-        of_forecast, sources = {}, {key: energy for key, energy in spectra.items()} | {"truth": first}
-        for key, dataset in sources.items():
+        of_forecast = {}
+        for key, dataset in (spectra | {"truth": first}).items():
             if name in variable_names(dataset):
                 energy = one_variable(dataset, name).isel(lead_time=-1, drop=True)
                 energy = energy.sel(source="truth" if key == "truth" else "forecast")
@@ -233,4 +222,11 @@ def plot_spectra(spectra: Mapping[str, xr.Dataset], target: Path) -> None:
     title = f"Zonal energy at {lead_hours(first)[-1]} h, {int(first['num_dates'][-1])} initial dates"
     if curves:
         legend = {name: name for name in [*spectra, "truth"]}
-        plot_lines(curves, "zonal wavenumber", "log", title, target, legend)
+        plot_lines(curves, "zonal wavenumber", "log", title, folder / "spectra.png", legend)
+
+
+def describe(evaluation: Evaluation) -> str:
+    """Return the region, period and number of dates by lead, for titles."""
+    times, scores = evaluation.by_date["initial_time"].values, evaluation.scores.isel(forecast=0)
+    period = f"{str(times[0])[:10]} to {str(times[-1])[:10]}"
+    return f"{scores['region'].item(0)}: {describe_dates(scores)}, {period}"

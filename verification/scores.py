@@ -184,27 +184,14 @@ def fair_crps(members: Tensor, truth: Tensor) -> Tensor:
     return distance.abs().mean(dim=0) - (factor * distance).sum(dim=0)
 
 
-def append_wind(values: np.ndarray, scores: Sequence[str], variables: Sequence[str]) -> np.ndarray:
-    """Append the wind vectors of `variables` to statistics (S, ..., V, R) named `scores`. Only their squared
-    error is defined, the sum over both components; of the areas they have those of u.
-    """
-    pairs = wind_pairs(variables).values()
-    u, v = ([variables.index(pair[i]) for pair in pairs] for i in range(2))
-    vectors = np.full_like(values[..., u, :], np.nan)
-    for s, name in enumerate(scores):
-        if name in ("mse", COMMON_AREA):
-            vectors[s] = values[s][..., u, :] + (values[s][..., v, :] if name == "mse" else 0)
-    return np.concatenate([values, vectors], axis=-2)
-
-
-def wind_pairs(variables: Sequence[str]) -> dict[str, tuple[str, str]]:
-    """Return the names of both components by wind vector ("wind_vector:500")."""
+def wind_pairs(variables: Sequence[str]) -> dict[str, tuple[int, int]]:
+    """Return the positions of both components by wind vector ("wind_vector:500")."""
     pairs = {}
-    for name in variables:
+    for row, name in enumerate(variables):
         base, colon, level = name.partition(":")
         for vector, (u, v) in WIND_VECTORS.items():
             if base == u and v + colon + level in variables:
-                pairs[vector + colon + level] = name, v + colon + level
+                pairs[vector + colon + level] = row, variables.index(v + colon + level)
     return pairs
 
 
@@ -270,7 +257,9 @@ class Spectra:
 
     def __init__(self, variables: Sequence[str], grid: Grid, device: torch.device | str) -> None:
         self.variables, self.grid = list(variables), grid
-        self.length = torch.from_numpy(circumference(grid.latitude)).to(device)
+        # Metres of the circles of latitude (H,), 0 at the poles to rounding.
+        length = 2 * np.pi * EARTH_RADIUS * np.cos(np.deg2rad(np.asarray(grid.latitude, np.float64)))
+        self.length = torch.from_numpy(length).to(device)
         waves = (grid.shape[0], grid.shape[1] // 2 + 1)
         shapes = {"dates": (), "whole_rows": grid.shape[:1], "forecast": waves, "truth": waves}
         self.sums = {
@@ -312,11 +301,6 @@ class Spectra:
             squares = [f"{word[1]}{2 * int(word[2] or 1)}" if word else "1" for word in words]
             field.attrs["units"] = " ".join([*squares, "m"])
         return spectra
-
-
-def circumference(degrees_north: np.ndarray) -> np.ndarray:
-    """Return the lengths (H,) in metres of the circles at these latitudes; 0 at the poles, to rounding."""
-    return 2 * np.pi * EARTH_RADIUS * np.cos(np.deg2rad(np.asarray(degrees_north, np.float64)))
 
 
 def zonal_energy_spectrum(fields: Tensor, length: Tensor) -> Tensor:

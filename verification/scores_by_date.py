@@ -41,14 +41,13 @@ from verification.scores import (
     COMMON_AREA,
     RegionMeans,
     Spectra,
-    append_wind,
     combine,
     date_statistics,
     final_scores,
     statistic_names,
     wind_pairs,
 )
-from verification.stores import state_of_files
+from verification.stores import open_own_store, state_of_files
 from verification.tables import headline
 
 logger = logging.getLogger("rossby")
@@ -119,12 +118,8 @@ def write_date(path: Path, date: int, statistics: np.ndarray, digest: int) -> No
 
 def open_table(path: Path) -> xr.Dataset:
     """Open a table lazily. Raises DataError if there is none of ours."""
-    try:
-        # Without decoding of missing values: a digest is no float.
-        options: Any = {"chunks": None, "consolidated": False, "mask_and_scale": False}
-        table = xr.open_zarr(path, decode_timedelta=True, **options)
-    except (OSError, ValueError, KeyError, TypeError, ExceptionGroup):  # zarr's, of many files
-        table = xr.Dataset()
+    # Without decoding of missing values: a digest is no float.
+    table = xr.decode_cf(open_own_store(path), mask_and_scale=False, decode_timedelta=True)
     if MARK not in table.attrs or not {*DIMS, "statistics", "digest", "num_members"} <= {*table.variables}:
         reason = "exists, and is no table of scores of Rossby, or damaged"
         raise DataError(f"{path}: {reason}; remove it, or choose another --output")
@@ -173,14 +168,15 @@ def evaluate(
     rank, ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     on_first_rank = from_first_rank if dist.is_initialized() else lambda compute: compute()
 
-    # -- the table: created once, or continued -----------------------------------------------------------
+    # -- the table: created once, or continued; wind vectors follow the variables -------------------------
     num_members = [forecast.num_members for forecast in forecasts.values()]
+    wind = wind_pairs(names)  # by wind vector
     scores = [*statistic_names(climatology is not None, max(num_members) > 1), COMMON_AREA]
     coords = {
         "forecast": np.array(list(forecasts)),
         "initial_time": times.astype("datetime64[ns]"),
         "lead_time": leads.astype("timedelta64[ns]"),
-        "variable": np.array([*names, *wind_pairs(names)]),
+        "variable": np.array([*names, *wind]),
         "region": np.array(list(regions)),
         "score": np.array(scores),
     }
@@ -213,7 +209,7 @@ def evaluate(
     # times per date, which took ten times as long on a busy machine.
     num_threads = torch.get_num_threads()
     width = num_threads if matcher.device.type == "cpu" else 1
-    shape = (len(forecasts), len(leads), len(names), len(regions), len(scores))
+    shape = (len(forecasts), len(leads), len(coords["variable"]), len(regions), len(scores))
     values = defaultdict[int, np.ndarray](lambda: np.full(shape, np.nan))  # of the dates of the present block
     with ThreadPoolExecutor(width, initializer=torch.set_num_threads, initargs=(1,)) as threads:
         for number, matches in enumerate(matcher.read_ahead(steps)):
@@ -233,8 +229,13 @@ def evaluate(
             list(threads.map(fill_statistics, *zip(*tasks, strict=True)))  # raises errors of the threads
             if number in completes:
                 for date in completes[number]:
-                    with_wind = append_wind(np.moveaxis(values[date], -1, 0), scores, names)
-                    write_date(target, date, np.moveaxis(with_wind, 0, -1), int(digests[date]))
+                    # Only the squared error of a wind vector is defined, the sum over both components; of the
+                    # areas it has that of u.
+                    of_date, mse, area = values[date], scores.index("mse"), scores.index(COMMON_AREA)
+                    for row, (u, v) in enumerate(wind.values(), len(names)):
+                        of_date[:, :, row, :, mse] = of_date[:, :, u, :, mse] + of_date[:, :, v, :, mse]
+                        of_date[:, :, row, :, area] = of_date[:, :, u, :, area]
+                    write_date(target, date, of_date, int(digests[date]))
                 values.clear()
                 progress(ranks * len(completes[number]))
     torch.set_num_threads(num_threads)  # for threads that start later

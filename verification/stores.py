@@ -18,7 +18,6 @@ import warnings
 from collections import deque
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import product
@@ -114,6 +113,17 @@ def create_store(
         store.to_zarr(path, mode="w", zarr_format=3, compute=False, consolidated=True, encoding=encoding)
 
 
+def open_own_store(path: Path, consolidated: bool = False) -> xr.Dataset:
+    """Open a store that this project has written, lazily and without decoding; an empty Dataset if there is
+    none, or if it cannot be read.
+    """
+    try:
+        options: Any = {"chunks": None, "consolidated": consolidated, "decode_cf": False}
+        return xr.open_zarr(path, **options)
+    except (OSError, ValueError, KeyError, TypeError, ExceptionGroup):  # zarr's, of many files
+        return xr.Dataset()
+
+
 def identity_of(attributes: Mapping[str, Any]) -> dict[str, Any] | None:
     """Return what identifies the forecast of a store, None if its attributes are not those of Rossby."""
     try:
@@ -196,16 +206,11 @@ class ForecastStore:
             return
         # -- every byte of the store would be the same, or it is refused: what is written here by the arrays'
         # own metadata is read elsewhere by the consolidated copy of them
-        stored, metadata = None, list[dict[Any, str]]()
-        with suppress(OSError, ValueError, KeyError, TypeError, ExceptionGroup):  # zarr's, of many files
-            for consolidated in (True, False):
-                options: Any = {"chunks": None, "consolidated": consolidated, "decode_cf": False}
-                with xr.open_zarr(self.path, **options) as forecasts:
-                    # As text, in which the fill value NaN equals itself.
-                    variables = {name: str(v.to_dict(data=False)) for name, v in forecasts.variables.items()}
-                    metadata.append(variables)
-                    stored = identity_of(forecasts.attrs)
-        if stored is None or len(metadata) < 2 or metadata[0] != metadata[1]:
+        forecasts, copy = open_own_store(self.path), open_own_store(self.path, consolidated=True)
+        stored = identity_of(forecasts.attrs)
+        # As text, in which the fill value NaN equals itself.
+        metadata = [{n: str(v.to_dict(False)) for n, v in s.variables.items()} for s in (forecasts, copy)]
+        if stored is None or metadata[0] != metadata[1]:
             refuse(key, str(self.path), f"exists, and is not a forecast of Rossby, or damaged; {fix}")
         for name, value in json.loads(json.dumps(about)).items():
             if stored.get(name) != value:
