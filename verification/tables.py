@@ -84,10 +84,10 @@ def variable_names(scores: xr.Dataset) -> list[str]:
     return names
 
 
-def headline(names: Sequence[str], most: int = 8) -> list[str]:
-    """Return at most `most` variables, the customary ones first."""
+def headline(names: Sequence[str]) -> list[str]:
+    """Return as many variables as are customary, those first."""
     first = [name for name in HEADLINE if name in names]
-    return list(dict.fromkeys([*first, *names]))[:most]
+    return list(dict.fromkeys([*first, *names]))[: len(HEADLINE)]
 
 
 def one_variable(scores: xr.Dataset, variable: str) -> xr.DataArray:
