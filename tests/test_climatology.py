@@ -12,11 +12,7 @@ from errors import DataError
 from tests.forecasts import analyses, grid, write
 from verification import climatology as module
 from verification.baselines import Baseline
-from verification.climatology import (
-    compute_climatology,
-    covers_a_year,
-    open_climatology,
-)
+from verification.climatology import compute_climatology, open_climatology
 
 NAMES = ["geopotential:500", "2m_temperature"]
 
@@ -168,11 +164,18 @@ def test_ranks_share_the_work_and_a_killed_one_continues(ranks, years, path, tmp
         assert not (tmp_path / f"{name}.zarr/done").exists()
 
 
-def test_an_hour_of_few_days_has_no_annual_cycle() -> None:
+def test_an_hour_of_few_days_has_no_annual_cycle(tmp_path: Path) -> None:
     """Its days without a date would be NaN."""
-    noons = np.arange("2019-01-01T12", "2020-01-01T12", np.timedelta64(24, "h"), dtype="datetime64[s]")
-    assert covers_a_year(noons)
-    assert not covers_a_year(np.append(noons, noons[:30] + np.timedelta64(6, "h")))
+    noons = np.arange("2019-01-01T12", "2020-01-01T12", np.timedelta64(24, "h"), dtype="datetime64[ns]")
+    evenings = noons[:30] + np.timedelta64(6, "h")
+    for name, times in (("year", noons), ("month", np.sort([*noons, *evenings]))):
+        truth = analyses(grid(2, 3, poles=False), len(times)).assign_coords(time=times)
+        archive = open_archive(write(truth[["2m_temperature"]], tmp_path / f"{name}.zarr"))
+        compute_climatology(
+            archive, ["2m_temperature"], np.arange(len(times)), tmp_path / f"{name}-mean.zarr"
+        )
+        stored = xr.open_zarr(tmp_path / f"{name}-mean.zarr")["2m_temperature"]
+        assert ("dayofyear" in stored.dims) == (name == "year") and stored.notnull().all()
 
 
 def test_days_and_hours_are_found_by_label(path: Path, tmp_path: Path) -> None:

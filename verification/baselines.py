@@ -4,7 +4,7 @@ Shapes: B dates, L leads, V variables, H latitudes, W longitudes.
 """
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from hashlib import sha256
 from typing import Any, cast
@@ -44,18 +44,13 @@ def fit_baselines(
     factors = fit_damping(archive, variables, samples, constant(variables, mean_field.cpu().numpy()))
     damping = {lead: mean_field.new_tensor(factors[row]) for row, lead in enumerate(leads)}  # (V,)
 
-    def damped_persistence(fields: Tensor, times: Tensor, leads: Sequence[int]) -> Iterator[Tensor]:
-        for lead in leads:
-            yield mean_field + damping[lead][:, None, None] * (fields - mean_field)
-
-    def training_mean(fields: Tensor, times: Tensor, leads: Sequence[int]) -> list[Tensor]:
-        return [mean_field.expand_as(fields)] * len(leads)
-
     return {
         "persistence": persistence,
-        "damped persistence": damped_persistence,
+        "damped persistence": lambda fields, times, leads: (
+            mean_field + damping[lead][:, None, None] * (fields - mean_field) for lead in leads
+        ),
         # A climatology without annual and daily cycle, different from the one that evaluate.py computes.
-        "training mean": training_mean,
+        "training mean": lambda fields, times, leads: [mean_field.expand_as(fields)] * len(leads),
     }
 
 

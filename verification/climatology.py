@@ -50,13 +50,6 @@ def smoothing() -> np.ndarray:
     return np.linspace(0, 1, half + 1)[half - np.minimum(distance, half)]
 
 
-def covers_a_year(times: np.ndarray) -> bool:
-    """Return True if every day of the year has dates within half a window, at each hour of the day."""
-    index = pd.DatetimeIndex(times)
-    dates = pd.crosstab(index.hour, index.day_of_year).reindex(columns=np.arange(1, DAYS + 1), fill_value=0)
-    return bool((dates.to_numpy() @ smoothing() > 0).all())
-
-
 def compute_climatology(
     archive: Archive, variables: Sequence[str], dates: np.ndarray, path: str | Path
 ) -> None:
@@ -67,7 +60,10 @@ def compute_climatology(
     the work.
     """
     times, grid, shape = archive.times[dates], archive.grid, archive.grid.shape
-    hours, by_day = np.unique(pd.DatetimeIndex(times).hour).tolist(), covers_a_year(times)
+    # By day of the year, if each has dates within half a window at each hour: others would be NaN.
+    index = pd.DatetimeIndex(times)
+    days = pd.crosstab(index.hour, index.day_of_year).reindex(columns=np.arange(1, DAYS + 1), fill_value=0)
+    hours, by_day = days.index.tolist(), bool((days.to_numpy() @ smoothing() > 0).all())
     target, unfinished = Path(path), Path(f"{path}.incomplete")
     marks = unfinished / DONE
     rank, ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
@@ -184,7 +180,11 @@ class Climatology(NamedFields):
                     raise DataError(f"{path!r}: its coordinate {axis} does not label each of its fields once")
         # An ACC, damped persistence and the climatology as a forecast need the same fields.
         size = 4 * len(self.variables) * self.grid.shape[0] * self.grid.shape[1]
-        self._read = lru_cache(max(2, KEPT_BYTES // size))(self._read_fields)
+        self._read = lru_cache(max(2, KEPT_BYTES // size))(
+            lambda variables, rows: self.read_fields(
+                variables, ("hour", "dayofyear"), {axis: slice(row, row + 1) for axis, row in rows}
+            )[0, 0]
+        )
 
     def _rows_of(self, time: np.datetime64) -> dict[str, int | None]:
         stamp = pd.Timestamp(time)
@@ -202,11 +202,7 @@ class Climatology(NamedFields):
         rows = self._rows_of(time)
         for axis in [axis for axis, row in rows.items() if row is None]:
             raise DataError(f"{self.path!r} has no climatology of {time}: it lacks its {axis}")
-        return self._read(tuple(rows.items()), tuple(variables))
-
-    def _read_fields(self, rows: tuple[tuple[str, int], ...], variables: tuple[str, ...]) -> np.ndarray:
-        slices = {axis: slice(row, row + 1) for axis, row in rows}
-        return self.read_fields(variables, ("hour", "dayofyear"), slices)[0, 0]
+        return self._read(tuple(variables), tuple(rows.items()))
 
     @cached_property
     def state(self) -> str:

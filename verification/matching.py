@@ -7,7 +7,7 @@ variables, H latitudes, W longitudes.
 """
 
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import lru_cache
@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from datasets.archive import Archive
+from datasets.fields import NamedFields
 from datasets.grid import Grid
 from datasets.normalization import boundary_cells
 from datasets.regrid import Regridder
@@ -75,7 +76,7 @@ class Matcher:
         boundary_width: int = 0,
     ) -> None:
         """dates (n,): initial dates that all forecasts have; leads (L,): those to score; boundary_width:
-        cells from each side of the grid that are not scored.
+        cells from each side of the grid that are not scored. Raises DataError if units differ.
         """
         self.forecasts, self.truth, self.climatology = list(forecasts.values()), truth, climatology
         self.variables, self.dates, self.leads = list(variables), dates, leads
@@ -107,8 +108,17 @@ class Matcher:
                 self.has[f, missing] = False
                 names = ", ".join(variables[v] for v in missing)
                 logger.info("%s has no value of %s, which is not scored there", title, names)
-        sources = [*self.forecasts, truth, *([climatology] if climatology else [])]
-        self.regrid = {source: self._regridder(source) for source in sources}
+        # -- units, and grids: variables that the project knows are read in its own units, whatever a file has
+        self.regridders: dict[NamedFields | Baseline, Regridder] = {}  # of sources on another grid
+        for source in [*self.forecasts, truth, *([climatology] if climatology else [])]:
+            for name in {*source.variables} & {*variables}:
+                theirs, ours = source.units(name), truth.units(name)
+                if find_conversion(theirs, ours) != UnitConversion():
+                    reason = f"{theirs!r} in what is scored and {ours!r} in the truth"
+                    fix = "and there is no conversion; convert one of them"
+                    raise DataError(f"{name}: its units are {reason}, {fix}")
+            if not source.grid.same_as(grid):
+                self.regridders[source] = Regridder(source.grid, grid, self.device)
 
         # -- what fits in memory: dates and leads of every forecast, of all variables or of one array
         size, state = max(f.num_members * bytes_of(f.grid) for f in self.forecasts), bytes_of(truth.grid)
@@ -122,27 +132,6 @@ class Matcher:
         inside = 1 + np.diff(np.searchsorted(truth.times, ends + leads[-1] * np.arange(2))).max()
         blocks_in_cache = min(inside, KEPT_BYTES // (bytes_of(grid) * len(variables))) // self.times_at_once
         self.read_truth = lru_cache(len(self.groups) * max(1, int(blocks_in_cache)))(self._read_truth)
-
-    def _regridder(self, source: ForecastFields | Archive | Climatology) -> Callable[[np.ndarray], Tensor]:
-        """Return a function that regrids fields (..., V, H, W) of a source to the evaluation's grid and
-        device. Raises DataError if the units differ from the truth's.
-        """
-        # Variables that the project knows are read in its own units, whatever the file has.
-        for name in {*source.variables} & {*self.variables}:
-            theirs, ours = source.units(name), self.truth.units(name)
-            if find_conversion(theirs, ours) != UnitConversion():
-                reason = f"{theirs!r} in what is scored and {ours!r} in the truth"
-                fix = "and there is no conversion; convert one of them"
-                raise DataError(f"{name}: its units are {reason}, {fix}")
-        if source.grid.same_as(self.grid):
-            return lambda fields: torch.from_numpy(fields).to(self.device)
-        regridder = Regridder(source.grid, self.grid, self.device)
-        outside = ~regridder.covered  # cells that the source covers only in part
-
-        def regrid(fields: np.ndarray) -> Tensor:
-            return regridder(torch.from_numpy(fields).to(self.device)).masked_fill(outside, torch.nan)
-
-        return regrid
 
     # -- what is read together -------------------------------------------------------------------------
 
@@ -207,7 +196,7 @@ class Matcher:
                 there, block, first = blocks[f]
                 if f in status and (initial := self.find_truth(self.dates[date], rows)) is not None:
                     truth = mask_missing(truth, initial, np.arange(len(rows)))
-                fields = self.regrid[self.forecasts[f]](block[at[0] - first[0], at[1] - first[1]])
+                fields = self.regrid(self.forecasts[f], block[at[0] - first[0], at[1] - first[1]])
                 if status.get(f) != DIVERGED:  # a diverged forecast is wrong there, not missing
                     truth = mask_missing(truth, fields, there)
                 has[f, there], forecasts[f] = True, fields
@@ -221,9 +210,16 @@ class Matcher:
                 there = [i for i, row in enumerate(rows) if self.variables[row] in climatology.variables]
                 if there and climatology.has(valid_time):
                     fields = climatology.field(valid_time, [self.variables[rows[i]] for i in there])
-                    normal[there] = self.regrid[climatology](fields)
+                    normal[there] = self.regrid(climatology, fields)
             matches.append(Match(date, lead, rows, forecasts, has, truth, analysis, normal))
         return matches
+
+    def regrid(self, source: NamedFields | Baseline, fields: np.ndarray) -> Tensor:
+        """Return fields (..., V, H, W) of a source on the grid and the device of the comparison, NaN in cells
+        that the source covers only in part.
+        """
+        tensor, regridder = torch.from_numpy(fields).to(self.device), self.regridders.get(source)
+        return tensor if regridder is None else regridder(tensor).masked_fill(~regridder.covered, torch.nan)
 
     def find_truth(self, time: np.datetime64, rows: tuple[int, ...]) -> Tensor | None:
         """Return the analysis (V, H, W) at a date, NaN on the boundary; None without one."""
@@ -239,7 +235,7 @@ class Matcher:
         for field, time in zip(fields, times, strict=True):
             refuse_fills(field, names, time, self.truth.path)
         boundary = boundary_cells(self.grid.shape, self.boundary_width).to(self.device)
-        return self.regrid[self.truth](fields).masked_fill(boundary, torch.nan)
+        return self.regrid(self.truth, fields).masked_fill(boundary, torch.nan)
 
 
 def bytes_of(grid: Grid) -> int:
