@@ -128,29 +128,28 @@ class Matcher:
         chunk = max(field.chunk("time") for name in variables for field, _ in truth.find(name))
         self.times_at_once = max(1, min(chunk, BLOCK_BYTES // (state * max(map(len, self.groups)))))
         # As many states are kept as valid times are in one block of dates: the next block needs most of them.
-        ends = np.array([dates[[block[0], block[-1]]] for block in self.blocks(range(len(dates)))])
+        blocks = [step.dates for step in self.steps(range(len(dates)), [0])]
+        ends = np.array([dates[[block[0], block[-1]]] for block in blocks])
         inside = 1 + np.diff(np.searchsorted(truth.times, ends + leads[-1] * np.arange(2))).max()
         blocks_in_cache = min(inside, KEPT_BYTES // (bytes_of(grid) * len(variables))) // self.times_at_once
         self.read_truth = lru_cache(len(self.groups) * max(1, int(blocks_in_cache)))(self._read_truth)
 
     # -- what is read together -------------------------------------------------------------------------
 
-    def blocks(self, dates: Sequence[int]) -> list[list[int]]:
-        """Return the dates (positions) in groups that are stored together and fit in memory, by the forecast
-        with the largest chunks.
+    def steps(self, dates: Sequence[int], leads: Sequence[int], rank: int = 0, ranks: int = 1) -> list[Step]:
+        """Return what a rank reads of dates and leads (positions), one step after the other: those that are
+        stored together and fit in memory, by the forecast with the largest chunks.
         """
-        chunks = [forecast.block[0] for forecast in self.forecasts]
-        rows = self.date_rows[np.argmax(chunks)]
-        size = max(1, min(max(chunks), self.fields_at_once, MOST_DATES))
-        return [list(block) for _, block in groupby(dates, key=lambda date: int(rows[date]) // size)]
-
-    def steps(self, block: list[int], leads: Sequence[int]) -> list[Step]:
-        """Return what is read after each other for a block of dates: leads that are stored together."""
-        chunks = [forecast.block[1] for forecast in self.forecasts]
-        rows = self.lead_rows[np.argmax(chunks)]
-        size = max(1, min(max(chunks), self.fields_at_once // len(block)))
-        together = [list(some) for _, some in groupby(leads, key=lambda lead: int(rows[lead]) // size)]
-        return [Step(block, some, group) for some in together for group in self.groups]
+        chunks, steps = np.array([forecast.block for forecast in self.forecasts]), list[Step]()
+        rows, columns = self.date_rows[chunks[:, 0].argmax()], self.lead_rows[chunks[:, 1].argmax()]
+        size = max(1, min(int(chunks[:, 0].max()), self.fields_at_once, MOST_DATES))
+        blocks = [list(block) for _, block in groupby(dates, key=lambda date: rows[date] // size)]
+        for i in np.array_split(np.arange(len(blocks)), ranks)[rank]:
+            most = max(1, min(int(chunks[:, 1].max()), self.fields_at_once // len(blocks[i])))
+            for _, together in groupby(leads, key=lambda lead, most=most: columns[lead] // most):
+                some = list(together)
+                steps += [Step(blocks[i], some, group) for group in self.groups]
+        return steps
 
     def read_ahead(self, steps: Sequence[Step]) -> Iterator[list[Match]]:
         """Yield the matches of each step; a thread reads those of the next one meanwhile."""
@@ -184,8 +183,8 @@ class Matcher:
                 for f in blocks
                 if self.lead_rows[f][lead] >= 0
             }
-            statuses = [self.forecasts[f].status for f in places]
-            status = {f: s[at] for (f, at), s in zip(places.items(), statuses, strict=True) if s is not None}
+            statuses = {f: self.forecasts[f].status for f in places}  # None: all are computed
+            status = {f: s[places[f]] for f, s in statuses.items() if s is not None}
             if truth is None or analysis is None or not places or NOT_COMPUTED in status.values():
                 continue
             # -- forecasts; a cell counts where the truth and all of them have a value, so that all are scored

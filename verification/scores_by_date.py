@@ -193,16 +193,10 @@ def evaluate(
     spectra = (
         [Spectra(names, grid, device) for _ in forecasts] if detail is not None and grid.periodic else []
     )
-    steps, completes = list[Step](), dict[int, list[int]]()  # number of a step -> dates it completes
-    for is_finished in (False, True):
-        blocks = matcher.blocks(np.flatnonzero(finished == is_finished).tolist())
-        for i in np.array_split(np.arange(len(blocks)), ranks)[rank]:
-            # Sums of spectra are not in the table: of finished dates one lead is read again.
-            if not is_finished:
-                steps += matcher.steps(blocks[i], range(len(leads)))
-                completes[len(steps) - 1] = blocks[i]
-            elif spectra and detail is not None:
-                steps += matcher.steps(blocks[i], [detail])
+    steps = matcher.steps(np.flatnonzero(~finished).tolist(), range(len(leads)), rank, ranks)
+    if spectra and detail is not None:
+        # Their sums are not in the table: of finished dates one lead is read again.
+        steps += matcher.steps(np.flatnonzero(finished).tolist(), [detail], rank, ranks)
 
     # -- the loop -----------------------------------------------------------------------------------------
     # On a CPU each thread works on its own fields: torch's threads would wait for each other about a thousand
@@ -217,7 +211,8 @@ def evaluate(
                 if match.lead == detail:
                     for f in np.flatnonzero(match.has.any(axis=1)):
                         spectra[f].add(match.forecasts[f], match.truth, match.rows)
-            if finished[steps[number].dates[0]]:
+            block = steps[number].dates
+            if finished[block[0]]:
                 continue
             # Variables of a match are divided among the threads.
             some = max(1, sum(len(match.rows) for match in matches) // (2 * width))
@@ -227,8 +222,8 @@ def evaluate(
                 for v in range(0, len(m.rows), some)
             ]
             list(threads.map(fill_statistics, *zip(*tasks, strict=True)))  # raises errors of the threads
-            if number in completes:
-                for date in completes[number]:
+            if number + 1 == len(steps) or steps[number + 1].dates is not block:  # its dates are complete
+                for date in block:
                     # Only the squared error of a wind vector is defined, the sum over both components; of the
                     # areas it has that of u.
                     of_date, mse, area = values[date], scores.index("mse"), scores.index(COMMON_AREA)
@@ -237,7 +232,7 @@ def evaluate(
                         of_date[:, :, row, :, area] = of_date[:, :, u, :, area]
                     write_date(target, date, of_date, int(digests[date]))
                 values.clear()
-                progress(ranks * len(completes[number]))
+                progress(ranks * len(block))
     torch.set_num_threads(num_threads)  # for threads that start later
     if ranks > 1:
         for sums in (sums for of_forecast in spectra for sums in of_forecast.sums.values()):
