@@ -36,7 +36,7 @@ from datasets.grid import Grid, coarser
 from errors import DataError
 from parallelisms.mesh import from_first_rank
 from verification.climatology import Climatology
-from verification.matching import ForecastFields, Match, Matcher, Step
+from verification.matching import ForecastFields, Match, Matcher
 from verification.scores import (
     COMMON_AREA,
     RegionMeans,
@@ -288,9 +288,9 @@ def read_example(matcher: Matcher, lead: int) -> Example | None:
     customary = headline(np.array(matcher.variables)[matcher.has[0]].tolist())
     for date in reversed(range(len(matcher.dates))):
         fields = {}
-        for rows in matcher.groups:
-            names = [matcher.variables[row] for row in rows]
-            for match in matcher.read(Step([date], [lead], rows)) if {*names} & {*customary} else []:
+        for step in matcher.steps([date], [lead]):
+            names = [matcher.variables[row] for row in step.rows]
+            for match in matcher.read(step) if {*names} & {*customary} else []:
                 forecast = match.forecasts[0]
                 forecast = forecast.mean(dim=0) if forecast.ndim > 3 else forecast
                 pairs = zip(match.analysis.cpu().numpy(), forecast.cpu().numpy(), strict=True)

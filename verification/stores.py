@@ -252,8 +252,9 @@ class ForecastStore:
             of_levels, shape = values, (len(values), len(self.levels), *values.shape[2:])
             values = np.full(shape, np.nan, np.float32)
             values[:, [self.levels.index(cast(int, level)) for level in rows]] = of_levels
+        array, num_axes = self.group[name], 3 if self.num_members > 1 else 2
         for (date, member), value in zip(pairs, values, strict=True):
-            self.group[name][(date, lead, member)[: 2 + (self.num_members > 1)]] = value
+            array[(date, lead, member)[:num_axes]] = value
 
 
 class StoredForecast(NamedFields):
