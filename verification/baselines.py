@@ -181,14 +181,12 @@ def build_baselines(
             normal, text = climatology.field, "the climatology of the date"
         else:
             # The mean over the dates, shared by all ranks.
-            rank, ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
             total = torch.zeros((2, len(variables), *archive.grid.shape), dtype=torch.float64)
-            for date in np.unique(samples[:, 0])[rank::ranks].tolist():
-                fields = torch.from_numpy(archive.read(date, variables))
+            for date in np.unique(samples[:, 0])[dist.get_rank() :: dist.get_world_size()]:
+                fields = torch.from_numpy(archive.read(int(date), variables))
                 total[0] += fields.nan_to_num(0)
                 total[1] += torch.isfinite(fields)  # the number of values
-            if ranks > 1:
-                dist.all_reduce(total)
+            dist.all_reduce(total)
             normal = constant(variables, (total[0] / total[1]).float().numpy())
             text = "the mean of the training period"
         logger.info("damped persistence decays to %s; fitted on %d dates", text, len(samples))
