@@ -74,7 +74,7 @@ from verification.baselines import build_baselines
 from verification.climatology import compute_climatology, open_climatology
 from verification.matching import ForecastFields
 from verification.plots import describe, plot_evaluation
-from verification.scores import REGIONS, region_weights
+from verification.scores import REGIONS, RegionMeans
 from verification.scores_by_date import Evaluation, evaluate
 from verification.stores import NOT_COMPUTED, StoredForecast, open_forecast
 from verification.tables import (
@@ -255,8 +255,8 @@ def choose_regions(wanted: Sequence[str], grid: Grid) -> list[str]:
 
     Logs the others. Raises ConfigError if no region is left.
     """
-    rows, columns = region_weights(grid, list(REGIONS))
-    on_grid = np.array(list(REGIONS))[rows.any(axis=1) & columns.any(axis=1)].tolist()
+    weights = RegionMeans(grid, list(REGIONS)).weight.tolist()
+    on_grid = [name for name, weight in zip(REGIONS, weights, strict=True) if weight > 0]
     chosen = [name for name in wanted if name in on_grid]
     if not chosen:
         reason = f"no point of this grid is in it; there are {', '.join(on_grid)}"

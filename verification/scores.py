@@ -66,34 +66,31 @@ REGIONS = {
 }
 
 
-def region_weights(grid: Grid, names: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
-    """Return rows (R, H), area weights inside and 0 outside, and columns (R, W) of 1 and 0, both float64.
-
-    A region without a cell on the grid has only zeros. Raises ConfigError for an unknown region.
-    """
-    if unknown := [name for name in names if name not in REGIONS]:
-        raise ConfigError(f"region {unknown[0]!r}: not one of {', '.join(REGIONS)}")
-
-    def inside(degrees: np.ndarray, intervals: Sequence[tuple[float, float]]) -> np.ndarray:
-        west, east = np.array(intervals).T[..., None]  # (intervals, 1)
-        return ((degrees >= west - ON_THE_LIMIT) & (degrees <= east + ON_THE_LIMIT)).any(axis=0).astype(float)
-
-    rows = [inside(grid.latitude, REGIONS[name].latitudes) for name in names]
-    columns = [inside(grid.longitude % 360, REGIONS[name].longitudes) for name in names]
-    return np.stack(rows) * area_weights(grid.latitude), np.stack(columns)
-
-
 class RegionMeans:
-    """Area-weighted means of fields (..., H, W) over regions -> (..., R), on one grid and device."""
+    """Area-weighted means of fields (..., H, W) over regions -> (..., R), on one grid and device.
+
+    `weight` (R,) is 0 for a region without a cell on the grid.
+    """
 
     def __init__(self, grid: Grid, regions: Sequence[str], device: torch.device | str = "cpu") -> None:
-        rows, columns = region_weights(grid, regions)
+        """Raises ConfigError for an unknown region."""
+        if unknown := [name for name in regions if name not in REGIONS]:
+            raise ConfigError(f"region {unknown[0]!r}: not one of {', '.join(REGIONS)}")
+
+        def inside(degrees: np.ndarray, intervals: Sequence[tuple[float, float]]) -> np.ndarray:
+            west, east = np.array(intervals).T[..., None]  # (intervals, 1)
+            cells = (degrees >= west - ON_THE_LIMIT) & (degrees <= east + ON_THE_LIMIT)
+            return cells.any(axis=0).astype(float)
+
+        rows = np.stack([inside(grid.latitude, REGIONS[name].latitudes) for name in regions])  # (R, H)
+        columns = [inside(grid.longitude % 360, REGIONS[name].longitudes) for name in regions]  # R of (W,)
         distinct, self.column_of = np.unique(columns, axis=0, return_inverse=True)  # most go all round
         self.stretches = []  # of columns inside, as slices: one of no column in a region off the grid
-        for inside in distinct:
-            ends = np.flatnonzero(np.diff(inside, prepend=0, append=0)).tolist() or [0, 0]
+        for of_region in distinct:
+            ends = np.flatnonzero(np.diff(of_region, prepend=0, append=0)).tolist() or [0, 0]
             self.stretches.append([slice(*pair) for pair in zip(ends[::2], ends[1::2], strict=True)])
-        self.rows = torch.from_numpy(rows).T.contiguous().to(device)  # (H, R)
+        weights = rows * area_weights(grid.latitude)
+        self.rows = torch.from_numpy(weights).T.contiguous().to(device)  # (H, R)
         self.weight = self.total(torch.ones(grid.shape, dtype=torch.float64, device=device))  # (R,)
 
     def total(self, fields: Tensor) -> Tensor:
