@@ -43,7 +43,6 @@ if __name__ == "__main__":
 import logging
 import os
 import re
-import shutil
 import time
 from argparse import Namespace
 from collections.abc import Sequence
@@ -65,23 +64,17 @@ from datasets.grid import Grid, coarser
 from datasets.options import parse_selection
 from datasets.regrid import Regridder
 from datasets.remote import Access
-from datasets.selection import Selection, open_selection
+from datasets.selection import open_selection
 from errors import ConfigError, DataError, end_process, one_line_errors, refuse
 from jobs.log_setup import start_logging
 from parallelisms.mesh import PATIENCE, from_first_rank, start_ranks
 from planning.start_checks import check_folder
 from training.run_folder import lock_folder
 from verification.baselines import build_baselines
-from verification.climatology import (
-    Climatology,
-    compute_climatology,
-    fingerprint_of,
-    open_climatology,
-    stored_fingerprint,
-)
+from verification.climatology import compute_climatology, open_climatology
 from verification.matching import ForecastFields
 from verification.plots import describe, plot_evaluation
-from verification.scores import REGIONS, regions_on
+from verification.scores import REGIONS, RegionMeans
 from verification.scores_by_date import Evaluation, evaluate
 from verification.stores import NOT_COMPUTED, StoredForecast, open_forecast
 from verification.tables import (
@@ -172,9 +165,20 @@ def run(config: Config, options: Namespace) -> None:
     # -- ranks, climatology, baselines --------------------------------------------------------------------
     device, locks = start_ranks(PATIENCE), list[IO[str]]()
     from_first_rank(lambda: locks.append(lock_output(target)))
-    climatology = find_climatology(
-        options, folder, selection, access, is_locked=target == folder / OWN_FOLDER
-    )
+    climatology = None
+    if options.climatology:
+        climatology = open_climatology(options.climatology, access)
+    elif "climatology" in options.baselines:
+        # That of the training period, kept in the run's folder. One evaluation computes it, others that
+        # started meanwhile with another --output wait for it.
+        path, waiting = folder / OWN_FOLDER / "climatology.zarr", list[IO[str]]()
+        if target != path.parent:
+            from_first_rank(lambda: waiting.append(lock_output(path.parent, wait=True)))
+        compute_climatology(selection.archive, selection.variables, selection.train, path)
+        waiting.clear()
+        climatology = open_climatology(str(path), access)
+    else:
+        logger.info("no climatology and no ACC: neither --baselines nor --climatology names one")
     baselines = build_baselines(options.baselines, times, leads, selection, variables, climatology)
     compared: dict[str, ForecastFields] = {**forecasts, **baselines}
 
@@ -251,7 +255,8 @@ def choose_regions(wanted: Sequence[str], grid: Grid) -> list[str]:
 
     Logs the others. Raises ConfigError if no region is left.
     """
-    on_grid = regions_on(grid)
+    weights = RegionMeans(grid, list(REGIONS)).weight.tolist()
+    on_grid = [name for name, weight in zip(REGIONS, weights, strict=True) if weight > 0]
     chosen = [name for name in wanted if name in on_grid]
     if not chosen:
         reason = f"no point of this grid is in it; there are {', '.join(on_grid)}"
@@ -271,37 +276,6 @@ def lock_output(folder: Path, wait: bool = False) -> IO[str]:
             raise ConfigError(f"{folder}: {reason}")
         logger.info("waiting for another evaluate.py in %s", folder)
         time.sleep(1)
-
-
-def find_climatology(
-    options: Namespace, folder: Path, selection: Selection, access: Access, is_locked: bool
-) -> Climatology | None:
-    """Return the climatology named, or that of the training period, which all ranks compute once; None if
-    none is wanted. is_locked: this evaluation has the lock of the folder in which it is kept.
-    """
-    if options.climatology:
-        return open_climatology(options.climatology, access)
-    if "climatology" not in options.baselines:
-        logger.info("no climatology and no ACC: neither --baselines nor --climatology names one")
-        return None
-    archive, variables, dates = selection.archive, selection.variables, selection.train
-    target, locks = folder / OWN_FOLDER / "climatology.zarr", list[IO[str]]()
-    unfinished = target.with_suffix(".incomplete")
-    fingerprint = from_first_rank(lambda: fingerprint_of(archive, variables, dates))
-
-    def rename() -> None:
-        shutil.rmtree(target, ignore_errors=True)
-        os.replace(unfinished, target)
-
-    # -- one evaluation computes it, others that started meanwhile wait for it
-    if not is_locked:  # of an evaluation with another --output
-        from_first_rank(lambda: locks.append(lock_output(target.parent, wait=True)))
-    if from_first_rank(lambda: stored_fingerprint(target)) != fingerprint:
-        logger.info("computing the climatology of the training period, once, into %s", target)
-        compute_climatology(archive, variables, dates, str(unfinished), fingerprint)
-        from_first_rank(rename)
-    locks.clear()
-    return open_climatology(str(target), access)
 
 
 def report(evaluation: Evaluation, against: str, land: np.ndarray | None, target: Path, scored: str) -> None:

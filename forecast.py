@@ -25,7 +25,7 @@ if __name__ == "__main__":
 import logging
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from zlib import crc32
@@ -48,24 +48,21 @@ from errors import ConfigError, DataError, end_process, one_line_errors, refuse,
 from jobs.log_setup import start_logging
 from models.lora import merge_lora
 from models.noise import noise_keys
-from parallelisms.mesh import PATIENCE, from_first_rank, mesh_of, start_ranks
+from parallelisms.mesh import PATIENCE, from_all_ranks, from_first_rank, mesh_of, start_ranks
 from planning.start_checks import check_folder, check_machine, check_model
 from training.assembly import Assembly, Fields, assemble
 from training.process_settings import set_determinism
-from verification.rollout import blown_up, plausible_size, rollout
+from verification.rollout import rollout
 from verification.stores import COMPUTED, DIVERGED, NO_ANALYSIS, NOT_COMPUTED, ForecastStore
 
 logger = logging.getLogger("rossby")
 Pair = tuple[int, int]  # numbers of an initial date and a member: one forecast
 MAX_LINES = 20  # reports of failed forecasts; an untrained model blows up from every date
 
-
-@dataclass
-class Forecaster(Assembly):
-    """A trained model on this rank, with the conversions between it and physical fields."""
-
-    trained: Trained
-    known: LaterFields | None = None  # known fields of later states; None: they do not change
+# Limits above which a state has blown up: standard deviations from the mean, and a multiple of the initial
+# state's. Rain in a single cell can be 300 standard deviations from the mean, a wind never 20; an unbounded
+# forecast exceeds both within some steps.
+LARGEST_DEVIATIONS, LARGEST_GROWTH = 100.0, 10.0
 
 
 def forecast(config: Config) -> int:
@@ -84,8 +81,11 @@ def forecast(config: Config) -> int:
     )
 
     # -- ranks, model, weights -----------------------------------------------------------------------
-    forecaster = load_forecaster(config, selection)
-    model, device = forecaster.model, forecaster.model.device
+    assembly, trained = load_model(config, selection)
+    model, device, channels = assembly.model, assembly.model.device, assembly.normalizer.channels
+    known = None  # fields of later states, which then do not change
+    if channels.is_known and not settings.persist_forcings:
+        known = LaterFields(selection.archive, selection.variables[channels.known])
     rank, dp_rank, dp = dist.get_rank(), model.mesh.dp_rank, model.mesh.degrees.dp
 
     # -- the store: made once, then written to by every rank -----------------------------------------
@@ -94,14 +94,7 @@ def forecast(config: Config) -> int:
     units = {name: archive.units(name) for name in variables}
     dates, members = archive.times[chosen[:, 0]], settings.num_members
     store = ForecastStore(target, variables, archive.grid, dates, leads, members, units)
-
-    def create() -> None:
-        try:
-            store.create(about(config, store, forecaster.trained, selection, chosen))
-        except OSError as error:
-            raise DataError(str(error)) from error
-
-    from_first_rank(create)
+    from_first_rank(lambda: store.create(about(config, store, trained, selection, chosen)))
 
     # -- what is missing, in batches that are the same on any number of ranks and after a restart ------------
     is_finished = from_first_rank(store.status).min(axis=1) > NOT_COMPUTED  # (n, M)
@@ -129,7 +122,7 @@ def forecast(config: Config) -> int:
         start = torch.from_numpy(np.stack(stacked))
         times = torch.from_numpy(archive.times[states[:, 0]].astype(np.int64))
         target_store = store if mine else None
-        status, causes = forecast_batch(forecaster, config, batch, start, times, target_store, bar)
+        status, causes = forecast_batch(assembly, known, config, batch, start, times, target_store, bar)
         if mine:
             store.wait()
             for pair, of_leads, cause in zip(batch, status, causes, strict=True):
@@ -138,9 +131,7 @@ def forecast(config: Config) -> int:
     bar.close()
 
     # -- at the end: what went wrong, of this start and of those before it ---------------------------
-    of_ranks: list[dict[Pair, str]] = [{}] * dist.get_world_size()
-    dist.all_gather_object(of_ranks, names)
-    names = {pair: text for of_rank in of_ranks for pair, text in of_rank.items()}
+    names = {pair: text for of_rank in from_all_ranks(names) for pair, text in of_rank.items()}
     status, problems = from_first_rank(store.status), {}
     for pair in pairs:
         of_leads, cause = status[pair[0], :, pair[1]].tolist(), names.get(pair, "")
@@ -170,7 +161,7 @@ def open_data(config: Config) -> Selection:
     return selection
 
 
-def load_forecaster(config: Config, selection: Selection) -> Forecaster:
+def load_model(config: Config, selection: Selection) -> tuple[Assembly, Trained]:
     """Join the ranks, and load this rank's part of the trained model."""
     device = start_ranks(PATIENCE)
     mesh = mesh_of(config.parallelism, device)
@@ -181,10 +172,7 @@ def load_forecaster(config: Config, selection: Selection) -> Forecaster:
     load_weights(trained, assembly.model.parameters)
     assembly.model.after_update()  # float8 scales are those of the weights
     assembly.model.train(False)
-    channels = assembly.normalizer.channels
-    known = LaterFields(selection.archive, selection.variables[channels.known])
-    is_read = channels.is_known and not config.forecast.persist_forcings
-    return Forecaster(**vars(assembly), trained=trained, known=known if is_read else None)
+    return assembly, trained
 
 
 def about(
@@ -220,7 +208,8 @@ def about(
 
 @torch.no_grad()
 def forecast_batch(
-    forecaster: Forecaster,
+    assembly: Assembly,
+    known: LaterFields | None,
     config: Config,
     batch: Sequence[Pair],
     start: Tensor,
@@ -233,31 +222,33 @@ def forecast_batch(
 
     Nothing waits for the device before the last lead, except the store when it falls behind.
     """
-    normalizer, device = forecaster.normalizer, forecaster.model.device
+    normalizer, device = assembly.normalizer, assembly.model.device
     # -- initial states; one with a missing value is not forecast, and its forecast stays NaN
     empty = ~torch.isfinite(start).flatten(2).any(-1)  # (B, h V)
     empty[:, normalizer.channels.hidden] = False  # the model does not see these
     rows = (~empty.any(1)).nonzero().flatten().tolist()  # the others stay NaN in the store
     pairs = [batch[row] for row in rows]
     start, times = start.to(device), times.to(device)
-    limit, of_leads = plausible_size(normalizer.normalize(normalizer.newest(start))[0]), []
+    sizes = normalizer.normalize(normalizer.newest(start))[0].abs().amax(dim=(-2, -1))  # (B, V)
+    limit, of_leads = (LARGEST_GROWTH * sizes).clamp(min=LARGEST_DEVIATIONS), list[Tensor]()
     members = torch.tensor([member for _, member in batch], device=device)
     keys = noise_keys(config.training.seed, 0, times, members)
     # -- all leads: the device runs ahead of this loop, which only queues its work
     windows = rollout(
-        forecaster.model.predict,
+        assembly.model.predict,
         normalizer,
-        forecaster.conditions,
+        assembly.conditions,
         config.data.step_hours * 3600,
         start,
         times,
         config.forecast.num_steps,
         keys,
-        forecaster.known,
+        known,
     )
     for lead, window in enumerate(windows):
         state = normalizer.newest(window)
-        of_leads.append(blown_up(state, limit))  # (B, V)
+        # amax keeps NaN, and no comparison with it is true
+        of_leads.append(~(state.abs().amax(dim=(-2, -1)) <= limit))  # (B, V)
         if store:
             store.write(pairs, lead, normalizer.denormalize(state[rows])[:, normalizer.predicted])
         bar.update()
@@ -283,11 +274,11 @@ def export(config: Config, target: Path) -> None:
     training = replace(config.training, mixed_precision_param="float32")
     plain = replace(config, model=model, training=training, compile=Compile(), float8=Float8())
     selection = open_data(plain)
-    forecaster = load_forecaster(plain, selection)
-    merge_lora(forecaster.meta_model)
-    step = OneStep(forecaster.meta_model, forecaster.normalizer, forecaster.conditions).cpu()
+    assembly, trained = load_model(plain, selection)
+    merge_lora(assembly.meta_model)
+    step = OneStep(assembly.meta_model, assembly.normalizer, assembly.conditions).cpu()
     try:
-        export_model(target, step, forecaster.trained, selection, config)
+        export_model(target, step, trained, selection, config)
     except OSError as error:
         raise DataError(f"--export {target}: {error}; remove what is there, and start again") from None
     dist.destroy_process_group()

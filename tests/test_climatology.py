@@ -11,12 +11,8 @@ from datasets.archive import Archive, open_archive
 from errors import DataError
 from tests.forecasts import analyses, grid, write
 from verification import climatology as module
-from verification.baselines import climatology_forecast
-from verification.climatology import (
-    compute_climatology,
-    covers_a_year,
-    open_climatology,
-)
+from verification.baselines import Baseline
+from verification.climatology import compute_climatology, open_climatology
 
 NAMES = ["geopotential:500", "2m_temperature"]
 
@@ -134,7 +130,7 @@ def test_it_has_the_hours_that_the_analyses_have(
 
 def compute_on_ranks(source: str, path: Path) -> None:
     archive = open_archive(source)
-    compute_climatology(archive, NAMES, np.arange(len(archive.times)), str(path), "two years")
+    compute_climatology(archive, NAMES, np.arange(len(archive.times)), path)
 
 
 def test_ranks_share_the_work_and_a_killed_one_continues(ranks, years, path, tmp_path, monkeypatch) -> None:
@@ -155,8 +151,10 @@ def test_ranks_share_the_work_and_a_killed_one_continues(ranks, years, path, tmp
     with monkeypatch.context() as patch:
         patch.setattr(module, "day_sums", lambda *each: calls.append(each[1:4:2]) or whole(*each))
         compute_on_ranks(years[1].path, tmp_path / "killed.zarr")
-    shutil.copytree(tmp_path / "killed.zarr", tmp_path / "torn.zarr")  # killed while it was created
-    shutil.rmtree(tmp_path / "torn.zarr/2m_temperature")
+    shutil.copytree(
+        tmp_path / "killed.zarr", tmp_path / "torn.zarr.incomplete"
+    )  # killed while it was created
+    shutil.rmtree(tmp_path / "torn.zarr.incomplete/2m_temperature")
     compute_on_ranks(years[1].path, tmp_path / "torn.zarr")
     assert calls == [(["geopotential:500"], [0]), (["2m_temperature"], [0]), (["geopotential:500"], [12])] + [
         (["2m_temperature"], [12])
@@ -166,11 +164,18 @@ def test_ranks_share_the_work_and_a_killed_one_continues(ranks, years, path, tmp
         assert not (tmp_path / f"{name}.zarr/done").exists()
 
 
-def test_an_hour_of_few_days_has_no_annual_cycle() -> None:
+def test_an_hour_of_few_days_has_no_annual_cycle(tmp_path: Path) -> None:
     """Its days without a date would be NaN."""
-    noons = np.arange("2019-01-01T12", "2020-01-01T12", np.timedelta64(24, "h"), dtype="datetime64[s]")
-    assert covers_a_year(noons)
-    assert not covers_a_year(np.append(noons, noons[:30] + np.timedelta64(6, "h")))
+    noons = np.arange("2019-01-01T12", "2020-01-01T12", np.timedelta64(24, "h"), dtype="datetime64[ns]")
+    evenings = noons[:30] + np.timedelta64(6, "h")
+    for name, times in (("year", noons), ("month", np.sort([*noons, *evenings]))):
+        truth = analyses(grid(2, 3, poles=False), len(times)).assign_coords(time=times)
+        archive = open_archive(write(truth[["2m_temperature"]], tmp_path / f"{name}.zarr"))
+        compute_climatology(
+            archive, ["2m_temperature"], np.arange(len(times)), tmp_path / f"{name}-mean.zarr"
+        )
+        stored = xr.open_zarr(tmp_path / f"{name}-mean.zarr")["2m_temperature"]
+        assert ("dayofyear" in stored.dims) == (name == "year") and stored.notnull().all()
 
 
 def test_days_and_hours_are_found_by_label(path: Path, tmp_path: Path) -> None:
@@ -198,7 +203,7 @@ def test_as_a_forecast_it_is_the_mean_of_the_valid_time(path: Path) -> None:
     opened = open_climatology(str(path))
     times = np.array(["2021-02-28T00", "2021-12-31T12"], "datetime64[s]")
     leads = np.array([12, 24], "timedelta64[h]").astype("timedelta64[s]")
-    block = climatology_forecast(opened, times, leads).read_block(slice(0, 2), slice(0, 2), NAMES)
+    block = Baseline(opened, NAMES, times, leads).read_block(slice(0, 2), slice(0, 2), NAMES)
     assert block.shape == (2, 2, 2, 2, 3)
     np.testing.assert_array_equal(block[0, 1], opened.field(np.datetime64("2021-03-01T00"), NAMES))
     np.testing.assert_array_equal(block[1, 0], opened.field(np.datetime64("2022-01-01T00"), NAMES))

@@ -15,7 +15,7 @@ from errors import ConfigError, DataError
 from tests.forecasts import OneForecast, analyses, climatology, evaluate_one, forecasts, grid, of_one, write
 from tests.started_jobs import ROOT
 from verification import matching
-from verification.baselines import persistence_forecast
+from verification.baselines import Baseline
 from verification.climatology import open_climatology
 from verification.plots import plot_evaluation
 from verification.scores_by_date import evaluate
@@ -259,7 +259,7 @@ def test_persistence_on_real_analyses_scores_what_the_data_page_says() -> None:
     """../shared/data/README.md, 2.8125 degrees: +6 h 1.878 / 2.180, +24 h 3.855 / 4.605 m/s."""
     truth = open_archive(glob.glob(GFS)[0])
     leads = np.array(LEADS, "m8[h]").astype("m8[s]")
-    source = persistence_forecast(truth, truth.variables, truth.times, leads)
+    source = Baseline(truth, truth.variables, truth.times, leads)
     scores = evaluate_one(source, truth).scores.sel(metric="rmse", region="global")
     assert np.round(scores["10m_u_component_of_wind"].values, 3).tolist() == [1.878, 3.855]
     assert np.round(scores["10m_v_component_of_wind"].values, 3).tolist() == [2.18, 4.605]

@@ -1,7 +1,6 @@
 """The identity of weights is saved with them, and other uses are refused."""
 
 import shutil
-from argparse import Namespace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,6 @@ import zarr
 
 import evaluate
 from checkpoints.files import complete_steps, read_manifest
-from datasets.remote import NO_OPTIONS
 from errors import ConfigError, DataError, RunFailed
 from planning.start_checks import open_checked
 from tests.planned import run_forecast, run_train
@@ -20,6 +18,7 @@ from tests.sample_archives import weatherbench
 from tests.started_jobs import run_options, small_dataset, small_wave, write_config
 from training.config_checks import load_checked
 from training.run_folder import lock_folder
+from verification.climatology import compute_climatology
 
 NAMES = ("10m_u_component_of_wind", "10m_v_component_of_wind")
 
@@ -173,10 +172,9 @@ def test_the_climatology_is_that_of_its_period(one_rank, trained):
     def climatology(*more: str) -> float:
         config = load_checked([*options, *more])
         selection = open_checked(config)
-        wanted = Namespace(climatology="", baselines=["climatology"])
-        found = evaluate.find_climatology(wanted, folder, selection, NO_OPTIONS, is_locked=True)
-        assert found
-        return float(abs(xr.open_zarr(found.path)[NAMES[0]]).mean())
+        path = folder / "evaluation/climatology.zarr"
+        compute_climatology(selection.archive, selection.variables, selection.train, path)
+        return float(abs(xr.open_zarr(path)[NAMES[0]]).mean())
 
     whole = climatology()
     assert climatology() == whole

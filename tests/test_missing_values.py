@@ -16,8 +16,9 @@ from datasets.remote import NO_OPTIONS
 from errors import ConfigError, DataError
 from evaluate import choose_regions, open_forecasts
 from tests.forecasts import analyses, climatology, evaluate_one, forecasts, grid, write
-from verification.baselines import Baseline, persistence_forecast
+from verification.baselines import Baseline
 from verification.climatology import open_climatology
+from verification.scores import REGIONS
 from verification.scores_by_date import evaluate
 from verification.stores import COMPUTED, DIVERGED, NO_ANALYSIS, ForecastStore, StoredForecast, open_forecast
 from verification.tables import build_scorecard
@@ -68,7 +69,7 @@ def test_other_units_of_unknown_variables_are_refused(tmp_path: Path, truth: xr.
 def persisted(truth: xr.Dataset, path: Path) -> tuple[Baseline, Archive]:
     archive = open_archive(write(truth, path))
     leads = np.array(LEADS, "m8[h]").astype("m8[s]")
-    return persistence_forecast(archive, archive.variables, archive.times[:8], leads), archive
+    return Baseline(archive, archive.variables, archive.times[:8], leads), archive
 
 
 def test_a_missing_date_or_cell_leaves_only_itself_out(tmp_path: Path, truth: xr.Dataset) -> None:
@@ -186,7 +187,9 @@ def test_regions_without_a_point_are_refused_or_left_out(caplog: pytest.LogCaptu
         choose_regions(["tropics"], europe)
     with caplog.at_level(logging.INFO):
         assert choose_regions(["tropics", "europe", "ausnz"], europe) == ["europe"]
-    assert len(caplog.messages) == 1 and "tropics, ausnz" in caplog.text
+    there = ["global", "extra-tropics", "northern-hemisphere", "europe", "arctic"]
+    assert choose_regions(list(REGIONS), Grid(np.arange(60.0, 29, -3), np.arange(0, 31, 3.0))) == there
+    assert len(caplog.messages) == 2 and "tropics, ausnz" in caplog.text
 
 
 def test_few_dates_are_never_significant(tmp_path: Path, truth: xr.Dataset) -> None:

@@ -1,6 +1,7 @@
 """Plots: which variables are mapped, with which units and dates; colours; limits and coastlines of maps."""
 
 from pathlib import Path
+from typing import Any
 
 import matplotlib.pyplot as plt
 import numpy as np
@@ -12,7 +13,7 @@ from datasets.archive import open_archive
 from datasets.grid import Grid, global_grid
 from tests.forecasts import analyses, forecasts, grid, write
 from verification import plots
-from verification.baselines import persistence_forecast
+from verification.baselines import Baseline
 from verification.plots import COLORS, color_range, draw_map, plot_evaluation, plot_run
 from verification.scores_by_date import evaluate
 from verification.stores import open_forecast
@@ -34,12 +35,11 @@ def drawn(monkeypatch: pytest.MonkeyPatch) -> dict[str, Figure]:
 def scores_of(names: list[str], hours: list[int], num_dates: list[int], units: dict[str, str]) -> Scores:
     """All are 1."""
     leads = np.array(hours, "timedelta64[h]").astype("timedelta64[ns]")
-    coords = {"metric": ["rmse"], "region": ["global"], "lead_time": leads}
-    coords["num_dates"] = ("lead_time", num_dates)
-    dims = ("metric", "region", "lead_time", "variable")
-    ones = xr.DataArray(np.ones((1, 1, len(hours), len(names))), coords, dims)
-    table = by_variable(ones, names, units)
-    return Scores(names, {"model": table}, 0.5)
+    coords: dict[str, Any] = {"metric": ["rmse"], "region": ["global"], "lead_time": leads}
+    coords |= {"forecast": ["model"], "num_dates": (("forecast", "lead_time"), [num_dates])}
+    dims = ("forecast", "metric", "region", "lead_time", "variable")
+    ones = xr.DataArray(np.ones((1, 1, 1, len(hours), len(names))), coords, dims)
+    return Scores(names, by_variable(ones, names, units), 0.5)
 
 
 def run(folder: Path) -> None:
@@ -69,7 +69,7 @@ def test_a_baseline_has_one_colour_in_all_figures(tmp_path: Path, drawn: dict[st
     truth = analyses(grid(6, 8, poles=False), 12)
     archive = open_archive(write(truth, tmp_path / "truth.zarr"))
     ours = open_forecast(write(forecasts(truth, 3, [6, 12]), tmp_path / "ours.zarr"))
-    baseline = persistence_forecast(archive, archive.variables, ours.times, ours.leads)
+    baseline = Baseline(archive, archive.variables, ours.times, ours.leads)
     colors = set()
     for compared in ({"a": ours}, {"a": ours, "b": ours, "c": ours}):
         evaluation = evaluate({**compared, "persistence": baseline}, archive, detail_lead=6)

@@ -3,7 +3,7 @@
 import numpy as np
 import xarray as xr
 
-from verification.tables import as_text, combine, score_table, shown_leads, variable_names
+from verification.tables import as_text, score_table, variable_names
 
 
 def scores(factor: float = 1.0) -> xr.Dataset:
@@ -27,6 +27,19 @@ def scores(factor: float = 1.0) -> xr.Dataset:
             "level": [500, 850],
             "num_dates": ("lead_time", [47, 47, 7]),
         },
+    )
+
+
+def combine(scores_of: dict[str, xr.Dataset]) -> xr.Dataset:
+    """One after the other along the dimension `forecast`."""
+    forecasts = xr.DataArray(list(scores_of), dims="forecast", name="forecast")
+    return xr.concat(
+        list(scores_of.values()),
+        forecasts,
+        join="outer",
+        data_vars="all",
+        coords="minimal",
+        compat="override",
     )
 
 
@@ -69,14 +82,8 @@ def test_leads_that_a_forecast_lacks_are_nan_and_leads_without_dates_have_no_row
 def test_the_first_lead_every_whole_day_and_the_last_are_shown():
     """40 leads of 6 h: linspace picked 6, 54, 96 ... and never 24 h."""
     leads = np.arange(1, 42) * np.timedelta64(6, "h").astype("timedelta64[ns]")
-    shown = (shown_leads(leads) / np.timedelta64(1, "h")).astype(int).tolist()
-    assert shown == [6, *range(24, 241, 24), 246]
-    assert len(shown_leads(leads[:6])) == 6
-
-
-def test_combined_scores_have_the_dates_of_every_forecast():
-    """One of them lacks a lead, another the ACC."""
-    found = combine({"model": scores(), "other": scores(2).isel(lead_time=[0, 2]).drop_sel(metric="acc")})
-    assert found["num_dates"].dims == ("forecast", "lead_time")
-    assert found["num_dates"].values.tolist() == [[47, 47, 7], [47, 0, 7]]
-    assert found["2m_temperature"].attrs["units"] == "K"
+    many = scores().isel(lead_time=[0] * 41).assign_coords(lead_time=leads)
+    for number, hours in ((41, [6, *range(24, 241, 24), 246]), (6, [6, 12, 18, 24, 30, 36])):
+        text = table(combine({"model": many.isel(lead_time=slice(number))}), "41 leads")
+        rows = [line.split() for line in text.splitlines() if "2m_temperature" in line]
+        assert [int(row[1]) for row in rows] == hours

@@ -13,13 +13,10 @@ from verification.scores import (
     EARTH_RADIUS,
     REGIONS,
     RegionMeans,
-    append_wind,
-    circumference,
+    Spectra,
     date_statistics,
     final_scores,
     mean_of_midlatitudes,
-    region_weights,
-    regions_on,
     statistic_names,
     wind_pairs,
     zonal_energy_spectrum,
@@ -128,16 +125,16 @@ def test_a_field_without_truth_is_absent_and_a_region_off_the_grid_too() -> None
     truth[2] = torch.nan
     values = statistics_of(forecast, truth, None, RegionMeans(grid, ["global", "ausnz"]))
     assert (~values[0].isnan()).tolist() == [[True, False], [True, False], [False, False]]
-    assert set(regions_on(grid)) == {"global", "extra-tropics", "northern-hemisphere", "europe", "arctic"}
 
 
 def test_regions_are_the_cells_whose_centres_lie_inside() -> None:
     """Counted by hand on WeatherBench2's 240 x 121 grid, every 1.5 degrees from the poles and from 0 E."""
     grid = make_grid(121, 240, poles=True)
-    rows, columns = region_weights(grid, list(REGIONS))
-    size = {
-        name: (int((r > 0).sum()), int(c.sum())) for name, r, c in zip(REGIONS, rows, columns, strict=True)
-    }
+    size = {}
+    for name in REGIONS:
+        mean = RegionMeans(grid, [name])
+        columns = sum(part.stop - part.start for part in mean.stretches[0])
+        size[name] = int((mean.rows > 0).sum()), columns
     assert size == {
         "global": (121, 240),
         "tropics": (27, 240),  # -19.5 .. 19.5
@@ -184,15 +181,10 @@ def test_scores_of_means_in_closed_form() -> None:
     assert found == pytest.approx(expected, rel=1e-15)
 
 
-def test_wind_vectors_add_the_squares_of_both_components() -> None:
+def test_both_components_of_a_wind_vector_are_found() -> None:
     variables = ["u_component_of_wind:500", "10m_v_component_of_wind", "v_component_of_wind:500"]
     variables += ["10m_u_component_of_wind", "u_component_of_wind:850"]
-    pairs = wind_pairs(variables)
-    assert list(pairs) == ["wind_vector:500", "10m_wind_vector"]
-    values = np.arange(10.0).reshape(2, 5, 1)
-    values[0, 3] = np.nan
-    found = append_wind(values, ["mse", "mae"], variables)
-    assert found[0, 5, 0] == 2 and np.isnan(found[0, 6, 0]) and np.isnan(found[1, 5:]).all()
+    assert wind_pairs(variables) == {"wind_vector:500": (0, 2), "10m_wind_vector": (3, 1)}
 
 
 def test_means_do_not_depend_on_threads_nor_on_the_block_of_variables() -> None:
@@ -218,8 +210,10 @@ LENGTH = 2 * np.pi * EARTH_RADIUS * np.array([0.5, 1.0, np.sqrt(3) / 2])  # by h
 
 
 def test_circles_of_latitude() -> None:
-    np.testing.assert_allclose(circumference(ROWS), LENGTH, rtol=1e-15)
-    assert abs(circumference(np.array([90.0]))[0]) < 1e-8
+    rows = Grid(np.array([90.0, *ROWS]), np.arange(0, 360, 90.0))
+    length = Spectra([], rows, "cpu").length
+    np.testing.assert_allclose(length[1:], LENGTH, rtol=1e-15)
+    assert abs(length[0]) < 1e-8
 
 
 @pytest.mark.parametrize("number", [0, 1, 3])
@@ -227,7 +221,7 @@ def test_a_wave_has_its_energy_at_its_wavenumber(number: int) -> None:
     """A cos(k x) has the mean square A^2 / 2 (A^2 for k = 0), times the length of the circle."""
     angle = 2 * np.pi * np.arange(16) / 16
     field = torch.from_numpy(np.tile(5 * np.cos(number * angle + 0.3), (3, 1)))
-    energy = zonal_energy_spectrum(field, torch.from_numpy(circumference(ROWS))).numpy()
+    energy = zonal_energy_spectrum(field, torch.from_numpy(LENGTH)).numpy()
     square = (5 * np.cos(0.3)) ** 2 if number == 0 else 12.5
     np.testing.assert_allclose(energy[:, number], square * LENGTH, rtol=1e-13)
     assert np.delete(energy, number, axis=1).max() < 1e-13 * energy.max()

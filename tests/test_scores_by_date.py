@@ -19,7 +19,7 @@ from tests.planned import Ended, run_main
 from tests.started_jobs import ROOT, run_options, write_config
 from training.run_folder import lock_folder
 from verification import scores_by_date
-from verification.baselines import fit_damping, persistence_forecast
+from verification.baselines import Baseline, fit_damping
 from verification.climatology import open_climatology
 from verification.scores_by_date import evaluate
 from verification.stores import COMPUTED, open_forecast
@@ -286,7 +286,7 @@ def test_damped_persistence_decays_to_the_climatology_of_the_date(folder: Path, 
 
     damping = factors, means.field, cache(read)
     for baseline in ((None, None, damping[-1]), damping):
-        source = persistence_forecast(archive, names, archive.times[:3], leads, *baseline)
+        source = Baseline(archive, names, archive.times[:3], leads, *baseline)
         block = source.read_block(slice(0, 3), slice(0, 2), names)
     assert reads == [0, 1, 2]
     time = archive.times[1] + leads[1]

@@ -137,7 +137,7 @@ class Validator:
                         scores = validation.run(forecast, baselines, loss, is_ended)
                     if average:
                         raw = validation.run(forecast, {}, loss, is_ended)
-                        scores.by_forecast["raw weights"] = raw.by_forecast["model"]
+                        scores = scores.with_raw_weights(raw)
             except ValidationEnded:
                 logger.info(f"the validation of step {step} is ended; the next start repeats it")
                 self.model.train()

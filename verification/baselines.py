@@ -4,8 +4,7 @@ Shapes: B dates, L leads, V variables, H latitudes, W longitudes.
 """
 
 import logging
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from hashlib import sha256
 from typing import Any, cast
@@ -20,11 +19,9 @@ from datasets.grid import area_weights
 from datasets.selection import Selection
 from verification.climatology import Climatology
 from verification.rollout import Forecast
-from verification.stores import state_of_analyses
+from verification.stores import state_of_files
 
 logger = logging.getLogger("rossby")
-# A climatology without annual and daily cycle, different from the one that evaluate.py computes.
-TRAINING_MEAN = "training mean"
 KEPT_BYTES = 2**29  # of analyses that several baselines start from
 MIN_FIT_SAMPLES = 30  # with fewer, the factors are mostly noise
 FIT_SAMPLES = 400  # dates of the training period, evenly spaced, that damped persistence is fitted on
@@ -47,17 +44,13 @@ def fit_baselines(
     factors = fit_damping(archive, variables, samples, constant(variables, mean_field.cpu().numpy()))
     damping = {lead: mean_field.new_tensor(factors[row]) for row, lead in enumerate(leads)}  # (V,)
 
-    def damped_persistence(fields: Tensor, times: Tensor, leads: Sequence[int]) -> Iterator[Tensor]:
-        for lead in leads:
-            yield mean_field + damping[lead][:, None, None] * (fields - mean_field)
-
-    def training_mean(fields: Tensor, times: Tensor, leads: Sequence[int]) -> list[Tensor]:
-        return [mean_field.expand_as(fields)] * len(leads)
-
     return {
         "persistence": persistence,
-        "damped persistence": damped_persistence,
-        TRAINING_MEAN: training_mean,
+        "damped persistence": lambda fields, times, leads: (
+            mean_field + damping[lead][:, None, None] * (fields - mean_field) for lead in leads
+        ),
+        # A climatology without annual and daily cycle, different from the one that evaluate.py computes.
+        "training mean": lambda fields, times, leads: [mean_field.expand_as(fields)] * len(leads),
     }
 
 
@@ -95,81 +88,59 @@ def fit_damping(
     return (total[0] / total[1].clamp_min(1e-300)).float().numpy()
 
 
-@dataclass(eq=False)
 class Baseline:
-    """A forecast that is computed from analyses or a climatology: a verification.matching.ForecastFields.
+    """A forecast that is computed from analyses or a climatology, and read like a stored one.
 
-    times (n,) and leads (L,) are those of the forecast to compare with. fields: function of an initial date,
-    leads and variables to the fields (V, H, W) at each lead; state: function of a date to a text that
-    changes with what they are from.
+    Of analyses persistence, damped towards `normal` where there are factors (L, V); of a climatology that of
+    the valid time, which has to be there.
     """
 
-    source: Archive | Climatology
-    variables: Sequence[str]
-    times: np.ndarray
-    leads: np.ndarray
-    fields: Callable[[np.datetime64, slice, Sequence[str]], Iterable[np.ndarray]]
-    state: Callable[[np.datetime64], str]
-    num_members: int = 1
-    block: tuple[int, int] = (1, 2**20)  # all leads of a date come from one analysis
-    status: np.ndarray | None = None
+    num_members, status = 1, None
+    block = (1, 2**20)  # all leads of a date come from one analysis
 
-    def __post_init__(self) -> None:
-        self.grid, self.units = self.source.grid, self.source.units
+    def __init__(
+        self,
+        source: Archive | Climatology,
+        variables: Sequence[str],
+        times: np.ndarray,
+        leads: np.ndarray,
+        factors: np.ndarray | None = None,
+        normal: FieldsAt | None = None,
+        read: FieldsAt | None = None,
+    ) -> None:
+        """times (n,), leads (L,): of the forecast to compare with. read: function that reads an analysis."""
+        self.source, self.variables, self.times, self.leads = source, variables, times, leads
+        self.factors, self.normal, self.read = factors, normal, read
+        self.grid, self.units = source.grid, source.units
 
     def read_block(self, dates: slice, leads: slice, variables: Sequence[str]) -> np.ndarray:
         """Return (n, k, V, H, W) float32; NaN for dates without an analysis."""
-        shape = (dates.stop - dates.start, leads.stop - leads.start, len(variables), *self.grid.shape)
-        out = np.empty(shape, np.float32)
-        for row, time in enumerate(self.times[dates]):
-            column = -1
-            for column, fields in enumerate(self.fields(time, leads, variables)):
-                out[row, column] = fields
-            out[row, column + 1 :] = np.nan
-        return out
+        times, source = self.times[dates], self.source
+        shape = (len(times), len(self.leads[leads]), len(variables), *self.grid.shape)
+        fields = np.full(shape, np.nan, np.float32)
+        for of_date, time in zip(fields, times, strict=True):
+            valid_times = time + self.leads[leads]
+            if isinstance(source, Climatology):
+                for of_lead, valid_time in zip(of_date, valid_times, strict=True):
+                    of_lead[...] = source.field(valid_time, variables)
+            elif time in source.times:
+                names = tuple(variables)
+                analysis = self.read(time, names) if self.read else source.read(source.index(time), names)
+                of_date[...] = analysis
+                if self.factors is None or self.normal is None:
+                    continue
+                anomaly, rows = analysis - self.normal(time, names), [self.variables.index(n) for n in names]
+                factors = self.factors[leads][:, rows, None, None]
+                for of_lead, valid_time, factor in zip(of_date, valid_times, factors, strict=True):
+                    of_lead[...] = factor * anomaly + self.normal(valid_time, names)
+        return fields
 
-
-def climatology_forecast(climatology: Climatology, times: np.ndarray, leads: np.ndarray) -> Baseline:
-    """Return the climatology of the valid time, which has to be there, as a forecast."""
-
-    def fields(time: np.datetime64, some: slice, variables: Sequence[str]) -> Iterator[np.ndarray]:
-        return (climatology.field(time + lead, variables) for lead in leads[some])
-
-    def state(time: np.datetime64) -> str:
-        return climatology.state
-
-    return Baseline(climatology, climatology.variables, times, leads, fields, state)
-
-
-def persistence_forecast(
-    archive: Archive,
-    variables: Sequence[str],
-    times: np.ndarray,
-    leads: np.ndarray,
-    factors: np.ndarray | None = None,
-    normal: FieldsAt | None = None,
-    read: FieldsAt | None = None,
-) -> Baseline:
-    """Return persistence, damped towards `normal` by factors (L, V) if they are given. read: function that
-    reads an analysis.
-    """
-
-    def fields(time: np.datetime64, some: slice, names: Sequence[str]) -> Iterator[np.ndarray]:
-        if time not in archive.times:
-            return
-        analysis = read(time, tuple(names)) if read else archive.read(archive.index(time), names)
-        if factors is None or normal is None:
-            yield from [analysis] * len(leads[some])
-            return
-        anomaly, rows = analysis - normal(time, names), [variables.index(name) for name in names]
-        for lead, factor in zip(leads[some], factors[some][:, rows, None, None], strict=True):
-            yield factor * anomaly + normal(time + lead, names)
-
-    def state(time: np.datetime64) -> str:
-        factors_digest = b"" if factors is None else sha256(factors.tobytes()).hexdigest()
-        return f"{state_of_analyses(archive, variables, time)} {factors_digest}"
-
-    return Baseline(archive, variables, times, leads, fields, state)
+    def state(self, time: np.datetime64) -> str:
+        """Return a text that changes when the forecast from a date may have changed."""
+        if isinstance(self.source, Climatology):
+            return self.source.state
+        factors = b"" if self.factors is None else self.factors.tobytes()
+        return f"{state_of_files(self.source, self.variables, time)} {sha256(factors).hexdigest()}"
 
 
 def build_baselines(
@@ -196,7 +167,7 @@ def build_baselines(
     )
     baselines = {}
     if "persistence" in names:
-        baselines["persistence"] = persistence_forecast(archive, variables, times, leads, read=read)
+        baselines["persistence"] = Baseline(archive, variables, times, leads, read=read)
     if "damped_persistence" in names:
         # Fitted on the dates of train.py, towards the climatology of each date or the mean of these dates.
         samples = selection.samples_by_lead("train", (leads // step).tolist(), FIT_SAMPLES)
@@ -210,20 +181,17 @@ def build_baselines(
             normal, text = climatology.field, "the climatology of the date"
         else:
             # The mean over the dates, shared by all ranks.
-            rank, ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
             total = torch.zeros((2, len(variables), *archive.grid.shape), dtype=torch.float64)
-            for date in np.unique(samples[:, 0])[rank::ranks].tolist():
-                fields = torch.from_numpy(archive.read(date, variables))
+            for date in np.unique(samples[:, 0])[dist.get_rank() :: dist.get_world_size()]:
+                fields = torch.from_numpy(archive.read(int(date), variables))
                 total[0] += fields.nan_to_num(0)
                 total[1] += torch.isfinite(fields)  # the number of values
-            if ranks > 1:
-                dist.all_reduce(total)
+            dist.all_reduce(total)
             normal = constant(variables, (total[0] / total[1]).float().numpy())
             text = "the mean of the training period"
         logger.info("damped persistence decays to %s; fitted on %d dates", text, len(samples))
         factors = fit_damping(archive, variables, samples, normal)
-        damped = persistence_forecast(archive, variables, times, leads, factors, normal, read)
-        baselines["damped persistence"] = damped
+        baselines["damped persistence"] = Baseline(archive, variables, times, leads, factors, normal, read)
     # One valid time without a climatology would leave a date out of all scores, so it is taken whole or not.
     if "climatology" in names and climatology:
         lacking = [time for time in valid_times if not climatology.has(time)]
@@ -233,5 +201,5 @@ def build_baselines(
             number = f"{len(lacking)} valid times, the first {lacking[0]}"
             logger.info("climatology is no baseline: %s lacks %s", climatology.path, number)
         else:
-            baselines["climatology"] = climatology_forecast(climatology, times, leads)
+            baselines["climatology"] = Baseline(climatology, climatology.variables, times, leads)
     return baselines

@@ -9,6 +9,7 @@ Source: WeatherBench2, scripts/compute_climatology.py and utils.compute_hourly_s
 
 import hashlib
 import logging
+import os
 import shutil
 from collections.abc import Sequence
 from functools import cached_property, lru_cache
@@ -21,13 +22,14 @@ import pandas as pd
 import torch.distributed as dist
 import zarr
 
-from datasets.archive import Archive
+from datasets.archive import Archive, consecutive
 from datasets.fields import Field, NamedFields
 from datasets.remote import NO_OPTIONS, Access
 from datasets.source import CLIMATOLOGY_ROLES, find_files, open_fields, open_files
 from datasets.variables import split_name
 from errors import DataError
-from verification.stores import all_levels, create_store, state_of_analyses, state_of_files
+from parallelisms.mesh import from_first_rank
+from verification.stores import all_levels, create_store, open_own_store, state_of_files
 
 logger = logging.getLogger("rossby")
 DAYS, WINDOW = 366, 61
@@ -48,37 +50,55 @@ def smoothing() -> np.ndarray:
     return np.linspace(0, 1, half + 1)[half - np.minimum(distance, half)]
 
 
-def covers_a_year(times: np.ndarray) -> bool:
-    """Return True if every day of the year has dates within half a window, at each hour of the day."""
-    index = pd.DatetimeIndex(times)
-    dates = pd.crosstab(index.hour, index.day_of_year).reindex(columns=np.arange(1, DAYS + 1), fill_value=0)
-    return bool((dates.to_numpy() @ smoothing() > 0).all())
-
-
 def compute_climatology(
-    archive: Archive, variables: Sequence[str], dates: np.ndarray, path: str, fingerprint: str = ""
+    archive: Archive, variables: Sequence[str], dates: np.ndarray, path: str | Path
 ) -> None:
-    """Compute the climatology of `dates` (positions in archive.times) into a Zarr store at `path`.
+    """Compute the climatology of `dates` (positions in archive.times) into a Zarr store at `path`, unless one
+    of the same data is there; an unfinished one is completed.
 
-    `hour` has the hours of the dates. Means skip missing values. fingerprint: identity of the input; with it,
-    an unfinished store is completed. Called by all ranks together, which share the work.
+    `hour` has the hours of the dates. Means skip missing values. Called by all ranks together, which share
+    the work.
     """
-    times, marks, shape = archive.times[dates], Path(path, DONE), archive.grid.shape
-    hours, by_day = np.unique(pd.DatetimeIndex(times).hour).tolist(), covers_a_year(times)
+    times, grid, shape = archive.times[dates], archive.grid, archive.grid.shape
+    # By day of the year, if each has dates within half a window at each hour: others would be NaN.
+    index = pd.DatetimeIndex(times)
+    days = pd.crosstab(index.hour, index.day_of_year).reindex(columns=np.arange(1, DAYS + 1), fill_value=0)
+    hours, by_day = days.index.tolist(), bool((days.to_numpy() @ smoothing() > 0).all())
+    target, unfinished = Path(path), Path(f"{path}.incomplete")
+    marks = unfinished / DONE
     rank, ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
-    is_begun = marks.is_dir() and fingerprint and stored_fingerprint(Path(path)) == fingerprint
-    if rank == 0 and not is_begun:
-        axes = {"hour": np.asarray(hours)} | ({"dayofyear": np.arange(1, DAYS + 1)} if by_day else {})
-        some_days = max(1, min(DAYS, CHUNK_BYTES // (4 * shape[0] * shape[1])))
-        recipe = f"WeatherBench2, triangular window of {WINDOW} days" if by_day else "mean by hour of day"
-        period = f"{len(times)} dates, {str(times[0])[:16]} to {str(times[-1])[:16]}"
-        attributes = {"period": period, "recipe": recipe, FINGERPRINT: fingerprint}
-        own_units = {name: archive.units(name) for name in variables}
-        chunks = {"hour": 1, "dayofyear": some_days, "level": 1}
-        create_store(path, variables, archive.grid, axes, chunks, attributes, own_units)
-        marks.mkdir()
-    if ranks > 1:
-        dist.barrier()
+    on_first_rank = from_first_rank if dist.is_initialized() else lambda compute: compute()
+
+    def begin() -> bool:
+        """Return False if nothing is to be computed; otherwise create or continue the unfinished store."""
+        # A digest of what it is computed from: names, grid, dates, and the state of the files of some of
+        # them; of a URL the values of three dates.
+        selected = [dict(archive.find(name)[0][0].selected) for name in variables]
+        digest = hashlib.sha256(repr((archive.path, list(variables), selected)).encode())
+        digest.update(times.tobytes() + grid.latitude.tobytes() + grid.longitude.tobytes())
+        if "://" in archive.path:
+            for date in dates[[0, len(dates) // 2, -1]]:
+                digest.update(archive.read(int(date), variables).tobytes())
+        else:
+            for time in times[np.linspace(0, len(times) - 1, SAMPLED_DATES).astype(int)]:
+                digest.update(state_of_files(archive, variables, time).encode())
+        if open_own_store(target).attrs.get(FINGERPRINT) == digest.hexdigest():
+            return False
+        logger.info("computing the climatology of the training period, once, into %s", target)
+        if not marks.is_dir() or open_own_store(unfinished).attrs.get(FINGERPRINT) != digest.hexdigest():
+            axes = {"hour": np.asarray(hours)} | ({"dayofyear": np.arange(1, DAYS + 1)} if by_day else {})
+            some_days = max(1, min(DAYS, CHUNK_BYTES // (4 * shape[0] * shape[1])))
+            recipe = f"WeatherBench2, triangular window of {WINDOW} days" if by_day else "mean by hour of day"
+            period = f"{len(times)} dates, {str(times[0])[:16]} to {str(times[-1])[:16]}"
+            attributes = {"period": period, "recipe": recipe, FINGERPRINT: digest.hexdigest()}
+            own_units = {name: archive.units(name) for name in variables}
+            chunks = {"hour": 1, "dayofyear": some_days, "level": 1}
+            create_store(unfinished, variables, grid, axes, chunks, attributes, own_units)
+            marks.mkdir()
+        return True
+
+    if not on_first_rank(begin):
+        return
 
     # -- groups of hours and variables: all hours of as many variables as fit in memory, or one hour; at least
     # as many groups as ranks, if there are enough variables
@@ -87,7 +107,7 @@ def compute_climatology(
     together = [hours] if size >= len(hours) else [[hour] for hour in hours]
     width = max(1, min(size // len(together[0]), -(-len(variables) * len(together) // ranks)))
     groups = list(product(together, range(0, len(variables), width)))
-    store, levels = zarr.open_group(path, mode="r+"), all_levels(variables)
+    store, levels = zarr.open_group(unfinished, mode="r+"), all_levels(variables)
     for some_hours, start in groups[rank::ranks]:
         some = list(variables[start : start + width])
         pairs = [(h, v) for h, v in product(some_hours, some) if not (marks / f"{h}-{v}").exists()]
@@ -110,10 +130,15 @@ def compute_climatology(
             at += [] if level is None else [levels.index(level)]
             array[tuple(at)] = mean if by_day else mean[0]
             (marks / f"{hour}-{variable}").touch()
+
+    def finish() -> None:
+        shutil.rmtree(marks)
+        shutil.rmtree(target, ignore_errors=True)
+        os.replace(unfinished, target)
+
     if ranks > 1:
         dist.barrier()
-    if rank == 0:
-        shutil.rmtree(marks)
+    on_first_rank(finish)
 
 
 def day_sums(
@@ -127,7 +152,7 @@ def day_sums(
     wanted = dates[np.isin(pd.DatetimeIndex(archive.times[dates]).hour, hours)]
     # Dates next to each other are read as blocks, because chunks of analyses have many dates.
     longest = max(1, BLOCK_BYTES // (4 * len(variables) * archive.grid.shape[0] * archive.grid.shape[1]))
-    for run in np.split(wanted, np.flatnonzero(np.diff(wanted) != 1) + 1):  # neighbours are read together
+    for run in consecutive(wanted):
         for some in np.split(run, range(longest, len(run), longest)):
             block = archive.read_block(int(some[0]), int(some[-1]) + 1, variables)
             for time, field in zip(pd.DatetimeIndex(archive.times[some]), block, strict=True):
@@ -141,50 +166,25 @@ def day_sums(
     return total, count
 
 
-def fingerprint_of(archive: Archive, variables: Sequence[str], dates: np.ndarray) -> str:
-    """Return a digest of what the climatology of `dates` is computed from: names, grid, dates, and the state
-    of the files of some of them; of a URL the values of three dates.
-    """
-    times, grid = archive.times[dates], archive.grid
-    selected = [dict(archive.find(name)[0][0].selected) for name in variables]
-    digest = hashlib.sha256(repr((archive.path, list(variables), selected)).encode())
-    digest.update(times.tobytes() + grid.latitude.tobytes() + grid.longitude.tobytes())
-    if "://" in archive.path:
-        for date in dates[[0, len(dates) // 2, -1]]:
-            digest.update(archive.read(int(date), variables).tobytes())
-    else:
-        for time in times[np.linspace(0, len(times) - 1, SAMPLED_DATES).astype(int)]:
-            digest.update(state_of_analyses(archive, variables, time).encode())
-    return digest.hexdigest()
-
-
-def stored_fingerprint(path: Path) -> str | None:
-    """Return the fingerprint of the data of a stored climatology, None if there is none."""
-    try:
-        group: Any = zarr.open_group(path, mode="r", use_consolidated=False)
-    except (OSError, ValueError, KeyError, TypeError):
-        return None
-    return group.attrs.get(FINGERPRINT)
-
-
 class Climatology(NamedFields):
     """A stored climatology, by hour and day of year, or by one of them."""
 
     def __init__(self, path: str, fields: Sequence[Field]) -> None:
         """fields: with labels of hours and days of the year. Raises DataError if a label occurs twice."""
         super().__init__(path, fields)
-        self.stored, self.rows = list(fields), dict[str, dict[int, int]]()  # axis -> label -> position
-        for axis, labels in {
-            axis: labels for field in fields for axis, labels in field.labels.items()
-        }.items():
-            self.rows[axis] = {label: row for row, label in enumerate(labels.tolist())}
-            if len(self.rows[axis]) < len(labels) or any(
-                f.size(axis) not in (1, len(labels)) for f in fields
-            ):
-                raise DataError(f"{path!r}: its coordinate {axis} does not label each of its fields once")
+        self.rows: dict[str, dict[int, int]] = {}  # axis -> label -> position
+        for field in fields:
+            for axis, labels in field.labels.items():
+                rows = {label: row for row, label in enumerate(labels.tolist())}
+                if len(rows) < len(labels) or self.rows.setdefault(axis, rows) != rows:
+                    raise DataError(f"{path!r}: its coordinate {axis} does not label each of its fields once")
         # An ACC, damped persistence and the climatology as a forecast need the same fields.
         size = 4 * len(self.variables) * self.grid.shape[0] * self.grid.shape[1]
-        self._read = lru_cache(max(2, KEPT_BYTES // size))(self._read_fields)
+        self._read = lru_cache(max(2, KEPT_BYTES // size))(
+            lambda variables, rows: self.read_fields(
+                variables, ("hour", "dayofyear"), {axis: slice(row, row + 1) for axis, row in rows}
+            )[0, 0]
+        )
 
     def _rows_of(self, time: np.datetime64) -> dict[str, int | None]:
         stamp = pd.Timestamp(time)
@@ -202,16 +202,12 @@ class Climatology(NamedFields):
         rows = self._rows_of(time)
         for axis in [axis for axis, row in rows.items() if row is None]:
             raise DataError(f"{self.path!r} has no climatology of {time}: it lacks its {axis}")
-        return self._read(tuple(rows.items()), tuple(variables))
-
-    def _read_fields(self, rows: tuple[tuple[str, int], ...], variables: tuple[str, ...]) -> np.ndarray:
-        slices = {axis: slice(row, row + 1) for axis, row in rows}
-        return self.read_fields(variables, ("hour", "dayofyear"), slices)[0, 0]
+        return self._read(tuple(variables), tuple(rows.items()))
 
     @cached_property
     def state(self) -> str:
         """The state of its files when it was first asked for."""
-        return state_of_files(self.stored)
+        return state_of_files(self, self.variables)
 
 
 def open_climatology(path: str, access: Access = NO_OPTIONS) -> Climatology:

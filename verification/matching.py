@@ -7,60 +7,35 @@ variables, H latitudes, W longitudes.
 """
 
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import groupby, product
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from datasets.archive import Archive
+from datasets.fields import NamedFields
 from datasets.grid import Grid
 from datasets.normalization import boundary_cells
 from datasets.regrid import Regridder
 from datasets.statistics import refuse_fills
 from datasets.variables import UnitConversion, find_conversion, group_levels
 from errors import DataError
+from verification.baselines import Baseline
 from verification.climatology import Climatology
-from verification.stores import COMPUTED, DIVERGED, NOT_COMPUTED
+from verification.stores import DIVERGED, NOT_COMPUTED, StoredForecast
 
 logger = logging.getLogger("rossby")
 BLOCK_BYTES = 2**27  # of a forecast, or of the truth, read at once; more if one array of a date is larger
 KEPT_BYTES = 2**30  # of truth, and of climatology, kept for later dates
 MOST_DATES = 16  # read at once
+ForecastFields = StoredForecast | Baseline  # that can be scored
 PROBES = 8  # dates at which a variable must be missing to count as one that a forecast does not have
-
-
-class ForecastFields(Protocol):
-    """Forecasts that can be scored: a stored forecast, or one made from analyses or a climatology."""
-
-    times: np.ndarray  # (n,) initial dates, datetime64[s], ascending
-    leads: np.ndarray  # (L,) timedelta64[s], ascending
-    num_members: int  # 1: not an ensemble
-    block: tuple[int, int]  # initial dates and leads that are stored, and decoded, together
-    # (n, L) of verification.stores, of a forecast of Rossby's: it fills cells that the initial analysis
-    # lacks, and is not scored there, as in train.py; None: all are computed.
-    status: np.ndarray | None
-
-    @property
-    def grid(self) -> Grid: ...
-
-    @property
-    def variables(self) -> Sequence[str]: ...
-
-    def units(self, name: str) -> str: ...
-
-    def read_block(self, dates: slice, leads: slice, variables: Sequence[str]) -> np.ndarray:
-        """Return (n, k, V, H, W), or (n, k, M, V, H, W) for an ensemble, float32."""
-        ...
-
-    def state(self, time: np.datetime64, /) -> str:
-        """Return a text that changes when the values of the forecasts from a date may have changed."""
-        ...
 
 
 class Step(NamedTuple):
@@ -101,7 +76,7 @@ class Matcher:
         boundary_width: int = 0,
     ) -> None:
         """dates (n,): initial dates that all forecasts have; leads (L,): those to score; boundary_width:
-        cells from each side of the grid that are not scored.
+        cells from each side of the grid that are not scored. Raises DataError if units differ.
         """
         self.forecasts, self.truth, self.climatology = list(forecasts.values()), truth, climatology
         self.variables, self.dates, self.leads = list(variables), dates, leads
@@ -112,9 +87,38 @@ class Matcher:
             np.where(np.isin(leads, forecast.leads), np.searchsorted(forecast.leads, leads), -1)
             for forecast in self.forecasts
         ]
-        self.has = np.array([self._find_variables(f, name) for f, name in enumerate(forecasts)])  # (F, V)
-        sources = [*self.forecasts, truth, *([climatology] if climatology else [])]
-        self.regrid = {source: self._regridder(source) for source in sources}
+        # The variables (F, V) that forecasts have. One without a value in some fields of its first, middle
+        # and last dates counts as absent: stores have NaN on levels that a model does not predict.
+        self.has = np.array([[v in f.variables for v in variables] for f in self.forecasts])
+        probes = np.linspace(0, len(dates) - 1, PROBES).astype(int)
+        for f, (title, forecast) in enumerate(forecasts.items()):
+            columns = self.lead_rows[f][self.lead_rows[f] >= 0]
+            missing = np.flatnonzero(self.has[f]).tolist()
+            for at in product(np.unique(self.date_rows[f][probes]), np.unique([*columns[:1], *columns[-1:]])):
+                if forecast.status is not None and forecast.status[at] == NOT_COMPUTED:
+                    continue
+                # An array after the other: members of all may not fit in memory.
+                candidates, missing = [variables[v] for v in missing], []
+                for rows in group_levels(candidates).values():
+                    names, spans = [candidates[row] for row in rows.values()], [slice(i, i + 1) for i in at]
+                    fields = np.moveaxis(forecast.read_block(spans[0], spans[1], names), -3, 0)
+                    is_empty = np.isnan(fields).reshape(len(names), -1).all(axis=1)
+                    missing += [self.variables.index(names[i]) for i in np.flatnonzero(is_empty)]
+            if missing and len(missing) < self.has[f].sum():
+                self.has[f, missing] = False
+                names = ", ".join(variables[v] for v in missing)
+                logger.info("%s has no value of %s, which is not scored there", title, names)
+        # -- units, and grids: variables that the project knows are read in its own units, whatever a file has
+        self.regridders: dict[NamedFields | Baseline, Regridder] = {}  # of sources on another grid
+        for source in [*self.forecasts, truth, *([climatology] if climatology else [])]:
+            for name in {*source.variables} & {*variables}:
+                theirs, ours = source.units(name), truth.units(name)
+                if find_conversion(theirs, ours) != UnitConversion():
+                    reason = f"{theirs!r} in what is scored and {ours!r} in the truth"
+                    fix = "and there is no conversion; convert one of them"
+                    raise DataError(f"{name}: its units are {reason}, {fix}")
+            if not source.grid.same_as(grid):
+                self.regridders[source] = Regridder(source.grid, grid, self.device)
 
         # -- what fits in memory: dates and leads of every forecast, of all variables or of one array
         size, state = max(f.num_members * bytes_of(f.grid) for f in self.forecasts), bytes_of(truth.grid)
@@ -124,71 +128,28 @@ class Matcher:
         chunk = max(field.chunk("time") for name in variables for field, _ in truth.find(name))
         self.times_at_once = max(1, min(chunk, BLOCK_BYTES // (state * max(map(len, self.groups)))))
         # As many states are kept as valid times are in one block of dates: the next block needs most of them.
-        ends = np.array([dates[[block[0], block[-1]]] for block in self.blocks(range(len(dates)))])
+        blocks = [step.dates for step in self.steps(range(len(dates)), [0])]
+        ends = np.array([dates[[block[0], block[-1]]] for block in blocks])
         inside = 1 + np.diff(np.searchsorted(truth.times, ends + leads[-1] * np.arange(2))).max()
         blocks_in_cache = min(inside, KEPT_BYTES // (bytes_of(grid) * len(variables))) // self.times_at_once
         self.read_truth = lru_cache(len(self.groups) * max(1, int(blocks_in_cache)))(self._read_truth)
 
-    def _find_variables(self, f: int, name: str) -> list[bool]:
-        """Return which variables a forecast has. One without a value in some fields of its first, middle and
-        last dates counts as absent: stores have NaN on levels that a model does not predict.
-        """
-        forecast, leads = self.forecasts[f], self.lead_rows[f][self.lead_rows[f] >= 0]
-        stored = missing = [variable for variable in self.variables if variable in forecast.variables]
-        dates = self.date_rows[f][np.linspace(0, len(self.dates) - 1, PROBES).astype(int)]
-        for date, lead in product(np.unique(dates), np.unique([*leads[-1:], *leads[:1]])):
-            if forecast.status is not None and forecast.status[date, lead] == NOT_COMPUTED:
-                continue
-            names, missing = missing, []
-            for rows in group_levels(names).values():  # an array: members of all may not fit in memory
-                array = [names[row] for row in rows.values()]
-                fields = forecast.read_block(slice(date, date + 1), slice(lead, lead + 1), array)
-                is_empty = np.isnan(np.moveaxis(fields, -3, 0)).reshape(len(array), -1).all(axis=1)
-                missing += np.array(array)[is_empty].tolist()
-        if missing and len(missing) < len(stored):
-            logger.info("%s has no value of %s, which is not scored there", name, ", ".join(missing))
-            stored = [variable for variable in stored if variable not in missing]
-        return [variable in stored for variable in self.variables]
-
-    def _regridder(self, source: ForecastFields | Archive | Climatology) -> Callable[[np.ndarray], Tensor]:
-        """Return a function that regrids fields (..., V, H, W) of a source to the evaluation's grid and
-        device. Raises DataError if the units differ from the truth's.
-        """
-        # Variables that the project knows are read in its own units, whatever the file has.
-        for name in {*source.variables} & {*self.variables}:
-            theirs, ours = source.units(name), self.truth.units(name)
-            if find_conversion(theirs, ours) != UnitConversion():
-                reason = f"{theirs!r} in what is scored and {ours!r} in the truth"
-                fix = "and there is no conversion; convert one of them"
-                raise DataError(f"{name}: its units are {reason}, {fix}")
-        if source.grid.same_as(self.grid):
-            return lambda fields: torch.from_numpy(fields).to(self.device)
-        regridder = Regridder(source.grid, self.grid, self.device)
-        outside = ~regridder.covered  # cells that the source covers only in part
-
-        def regrid(fields: np.ndarray) -> Tensor:
-            return regridder(torch.from_numpy(fields).to(self.device)).masked_fill(outside, torch.nan)
-
-        return regrid
-
     # -- what is read together -------------------------------------------------------------------------
 
-    def blocks(self, dates: Sequence[int]) -> list[list[int]]:
-        """Return the dates (positions) in groups that are stored together and fit in memory, by the forecast
-        with the largest chunks.
+    def steps(self, dates: Sequence[int], leads: Sequence[int], rank: int = 0, ranks: int = 1) -> list[Step]:
+        """Return what a rank reads of dates and leads (positions), one step after the other: those that are
+        stored together and fit in memory, by the forecast with the largest chunks.
         """
-        chunks = [forecast.block[0] for forecast in self.forecasts]
-        rows = self.date_rows[np.argmax(chunks)]
-        size = max(1, min(max(chunks), self.fields_at_once, MOST_DATES))
-        return [list(block) for _, block in groupby(dates, key=lambda date: int(rows[date]) // size)]
-
-    def steps(self, block: list[int], leads: Sequence[int]) -> list[Step]:
-        """Return what is read after each other for a block of dates: leads that are stored together."""
-        chunks = [forecast.block[1] for forecast in self.forecasts]
-        rows = self.lead_rows[np.argmax(chunks)]
-        size = max(1, min(max(chunks), self.fields_at_once // len(block)))
-        together = [list(some) for _, some in groupby(leads, key=lambda lead: int(rows[lead]) // size)]
-        return [Step(block, some, group) for some in together for group in self.groups]
+        chunks, steps = np.array([forecast.block for forecast in self.forecasts]), list[Step]()
+        rows, columns = self.date_rows[chunks[:, 0].argmax()], self.lead_rows[chunks[:, 1].argmax()]
+        size = max(1, min(int(chunks[:, 0].max()), self.fields_at_once, MOST_DATES))
+        blocks = [list(block) for _, block in groupby(dates, key=lambda date: rows[date] // size)]
+        for i in np.array_split(np.arange(len(blocks)), ranks)[rank]:
+            most = max(1, min(int(chunks[:, 1].max()), self.fields_at_once // len(blocks[i])))
+            for _, together in groupby(leads, key=lambda lead, most=most: columns[lead] // most):
+                some = list(together)
+                steps += [Step(blocks[i], some, group) for group in self.groups]
+        return steps
 
     def read_ahead(self, steps: Sequence[Step]) -> Iterator[list[Match]]:
         """Yield the matches of each step; a thread reads those of the next one meanwhile."""
@@ -203,56 +164,61 @@ class Matcher:
         """Return the matches of a step: none at a date and lead without a truth, or where a forecast is not
         computed yet.
         """
+        rows, matches, device = step.rows, list[Match](), self.device
+        # -- by forecast the variables that it has, their fields, and the positions of the first date and lead
         blocks = {}
         for f, forecast in enumerate(self.forecasts):
-            there = np.flatnonzero(self.has[f, step.rows])
-            rows, columns = self.date_rows[f][step.dates], self.lead_rows[f][step.leads]
+            there = np.flatnonzero(self.has[f, rows])
+            at, columns = self.date_rows[f][step.dates], self.lead_rows[f][step.leads]
             if there.size and columns.max() >= 0:
-                spans = slice(rows[0], rows[-1] + 1), slice(columns[columns >= 0][0], columns.max() + 1)
-                names = [self.variables[step.rows[i]] for i in there]
-                blocks[f] = there, forecast.read_block(*spans, names), (spans[0].start, spans[1].start)
-        matches = [self._match(*at, step.rows, blocks) for at in product(step.dates, step.leads)]
-        return [match for match in matches if match]
-
-    def _match(self, date: int, lead: int, rows: tuple[int, ...], blocks: Mapping[int, Any]) -> Match | None:
-        """blocks: by forecast the variables that it has, their fields, and the positions of the first."""
-        valid_time, shape = self.dates[date] + self.leads[lead], (len(rows), *self.grid.shape)
-        truth = analysis = self.find_truth(valid_time, rows)
-        if truth is None or analysis is None:
-            return None
-        # -- forecasts; a cell counts where the truth and all of them have a value, so that all are scored on
-        # the same
-        has = np.zeros((len(self.forecasts), len(rows)), bool)
-        forecasts: dict[int, Tensor] = {}
-        for f, (there, block, (first_date, first_lead)) in blocks.items():
-            source, at = self.forecasts[f], (self.date_rows[f][date], self.lead_rows[f][lead])
-            if at[1] < 0:
+                first = at[0], columns[columns >= 0][0]
+                spans = slice(first[0], at[-1] + 1), slice(first[1], columns.max() + 1)
+                fields = forecast.read_block(*spans, [self.variables[rows[i]] for i in there])
+                blocks[f] = there, fields, first
+        for date, lead in product(step.dates, step.leads):
+            valid_time, shape = self.dates[date] + self.leads[lead], (len(rows), *self.grid.shape)
+            truth = analysis = self.find_truth(valid_time, rows)
+            places = {
+                f: (self.date_rows[f][date], self.lead_rows[f][lead])
+                for f in blocks
+                if self.lead_rows[f][lead] >= 0
+            }
+            statuses = {f: self.forecasts[f].status for f in places}  # None: all are computed
+            status = {f: s[places[f]] for f, s in statuses.items() if s is not None}
+            if truth is None or analysis is None or not places or NOT_COMPUTED in status.values():
                 continue
-            status = COMPUTED if source.status is None else source.status[at]
-            if status == NOT_COMPUTED:
-                return None
-            if source.status is not None and (initial := self.find_truth(self.dates[date], rows)) is not None:
-                truth = mask_missing(truth, initial, np.arange(len(rows)))
-            fields = self.regrid[source](block[at[0] - first_date, at[1] - first_lead])
-            if status != DIVERGED:  # a diverged forecast is wrong there, not missing
-                truth = mask_missing(truth, fields, there)
-            has[f, there], forecasts[f] = True, fields
-            if len(there) < len(rows):
-                forecasts[f] = fields.new_full((*fields.shape[:-3], *shape), torch.nan)
-                forecasts[f][..., there, :, :] = fields
-        if not has.any():
-            return None
-        # -- the climatology of the valid time, for anomalies
-        normal, climatology = None, self.climatology
-        if climatology:
-            normal = torch.full(shape, torch.nan, device=self.device)
-            there = [i for i, row in enumerate(rows) if self.variables[row] in climatology.variables]
-            if there and climatology.has(valid_time):
-                fields = climatology.field(valid_time, [self.variables[rows[i]] for i in there])
-                normal[there] = self.regrid[climatology](fields)
-        absent = torch.full(shape, torch.nan, device=self.device)
-        fields = [forecasts.get(f, absent) for f in range(len(self.forecasts))]
-        return Match(date, lead, rows, fields, has, truth, analysis, normal)
+            # -- forecasts; a cell counts where the truth and all of them have a value, so that all are scored
+            # on the same
+            has = np.zeros((len(self.forecasts), len(rows)), bool)
+            forecasts = [torch.full(shape, torch.nan, device=device)] * len(self.forecasts)
+            for f, at in places.items():
+                there, block, first = blocks[f]
+                if f in status and (initial := self.find_truth(self.dates[date], rows)) is not None:
+                    truth = mask_missing(truth, initial, np.arange(len(rows)))
+                fields = self.regrid(self.forecasts[f], block[at[0] - first[0], at[1] - first[1]])
+                if status.get(f) != DIVERGED:  # a diverged forecast is wrong there, not missing
+                    truth = mask_missing(truth, fields, there)
+                has[f, there], forecasts[f] = True, fields
+                if len(there) < len(rows):
+                    forecasts[f] = fields.new_full((*fields.shape[:-3], *shape), torch.nan)
+                    forecasts[f][..., there, :, :] = fields
+            # -- the climatology of the valid time, for anomalies
+            normal, climatology = None, self.climatology
+            if climatology:
+                normal = torch.full(shape, torch.nan, device=device)
+                there = [i for i, row in enumerate(rows) if self.variables[row] in climatology.variables]
+                if there and climatology.has(valid_time):
+                    fields = climatology.field(valid_time, [self.variables[rows[i]] for i in there])
+                    normal[there] = self.regrid(climatology, fields)
+            matches.append(Match(date, lead, rows, forecasts, has, truth, analysis, normal))
+        return matches
+
+    def regrid(self, source: NamedFields | Baseline, fields: np.ndarray) -> Tensor:
+        """Return fields (..., V, H, W) of a source on the grid and the device of the comparison, NaN in cells
+        that the source covers only in part.
+        """
+        tensor, regridder = torch.from_numpy(fields).to(self.device), self.regridders.get(source)
+        return tensor if regridder is None else regridder(tensor).masked_fill(~regridder.covered, torch.nan)
 
     def find_truth(self, time: np.datetime64, rows: tuple[int, ...]) -> Tensor | None:
         """Return the analysis (V, H, W) at a date, NaN on the boundary; None without one."""
@@ -268,7 +234,7 @@ class Matcher:
         for field, time in zip(fields, times, strict=True):
             refuse_fills(field, names, time, self.truth.path)
         boundary = boundary_cells(self.grid.shape, self.boundary_width).to(self.device)
-        return self.regrid[self.truth](fields).masked_fill(boundary, torch.nan)
+        return self.regrid(self.truth, fields).masked_fill(boundary, torch.nan)
 
 
 def bytes_of(grid: Grid) -> int:

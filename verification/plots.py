@@ -25,14 +25,12 @@ from verification.scores import mean_of_midlatitudes
 from verification.scores_by_date import Evaluation, Example
 from verification.tables import (
     DAY,
-    combine,
     describe_dates,
     headline,
     labels,
     lead_hours,
     one_variable,
     select,
-    units_of,
     variable_names,
 )
 from verification.validation import Scores
@@ -79,7 +77,8 @@ def label_of(scores: xr.Dataset, variable: str) -> str:
     """Return "geopotential at 500 hPa (m2 s-2)"; without brackets if the units are unknown."""
     name, level = split_name(variable)
     text = name.replace("_", " ") + ("" if level is None else f" at {level} hPa")
-    return f"{text} ({units_of(scores, variable)})" if units_of(scores, variable) else text
+    units = one_variable(scores, variable).attrs.get("units", "")
+    return f"{text} ({units})" if units else text
 
 
 def plot_lines(
@@ -174,7 +173,7 @@ def color_range(*fields: np.ndarray, signed: bool = False) -> dict[str, Any]:
 
 def plot_run(folder: Path, scores: Scores, example: Example, grid: Grid, land: np.ndarray | None) -> None:
     """Write the plots of a run into `folder`/plots."""
-    target, combined = folder / "plots", combine(scores.by_forecast)
+    target = folder / "plots"
     # Training (line) and validation loss (points) of metrics.jsonl against the step.
     figure, (axes,) = build_panels(1, f"Loss: {folder.name}")
     records = read_records(folder / "metrics.jsonl")
@@ -188,10 +187,11 @@ def plot_run(folder: Path, scores: Scores, example: Example, grid: Grid, land: n
     if axes.lines:
         axes.legend()
     save(figure, target / "loss.png")
-    dates = describe_dates(scores.by_forecast["model"])
+    dates = describe_dates(scores.by_forecast.sel(forecast="model"))
     title = f"Root-mean-square error, validation period: {dates}"
-    plot_rmse(combined, scores.variables, title, target / "rmse.png")
-    plot_maps(example, scores.lead_hours[0], combined, grid, land, target / "maps.png")
+    plot_rmse(scores.by_forecast, scores.variables, title, target / "rmse.png")
+    hours = lead_hours(scores.by_forecast)[0]
+    plot_maps(example, hours, scores.by_forecast, grid, land, target / "maps.png")
 
 
 def plot_evaluation(evaluation: Evaluation, land: np.ndarray | None, folder: Path) -> None:
@@ -200,29 +200,18 @@ def plot_evaluation(evaluation: Evaluation, land: np.ndarray | None, folder: Pat
     names = [name for name in variable_names(first) if np.isfinite(select(first, "rmse", name)).any()]
     title = f"Root-mean-square error, {describe(evaluation)}"
     plot_rmse(scores, headline(names), title, folder / "rmse.png")
-    if evaluation.spectra:
-        plot_spectra(evaluation.spectra, folder / "spectra.png")
     if evaluation.example:
         hours = evaluation.example_hours
         plot_maps(evaluation.example, hours, scores, evaluation.grid, land, folder / "maps.png")
 
-
-def describe(evaluation: Evaluation) -> str:
-    """Return the region, period and number of dates by lead, for titles."""
-    times, scores = evaluation.by_date["initial_time"].values, evaluation.scores.isel(forecast=0)
-    period = f"{str(times[0])[:10]} to {str(times[-1])[:10]}"
-    return f"{scores['region'].item(0)}: {describe_dates(scores)}, {period}"
-
-
-def plot_spectra(spectra: Mapping[str, xr.Dataset], target: Path) -> None:
-    """Draw zonal energy, mean over 30 to 60 degrees of both hemispheres, of forecasts and the truth.
-
-    spectra: `Evaluation.spectra` by forecast.
-    """
-    first, curves = next(iter(spectra.values())), {}
+    # -- zonal energy, mean over 30 to 60 degrees of both hemispheres, of forecasts and the truth
+    spectra, curves = evaluation.spectra, {}
+    if not spectra:
+        return
+    first = next(iter(spectra.values()))
     for name in headline(variable_names(first)):
-        of_forecast, sources = {}, {key: energy for key, energy in spectra.items()} | {"truth": first}
-        for key, dataset in sources.items():
+        of_forecast = {}
+        for key, dataset in (spectra | {"truth": first}).items():
             if name in variable_names(dataset):
                 energy = one_variable(dataset, name).isel(lead_time=-1, drop=True)
                 energy = energy.sel(source="truth" if key == "truth" else "forecast")
@@ -233,4 +222,11 @@ def plot_spectra(spectra: Mapping[str, xr.Dataset], target: Path) -> None:
     title = f"Zonal energy at {lead_hours(first)[-1]} h, {int(first['num_dates'][-1])} initial dates"
     if curves:
         legend = {name: name for name in [*spectra, "truth"]}
-        plot_lines(curves, "zonal wavenumber", "log", title, target, legend)
+        plot_lines(curves, "zonal wavenumber", "log", title, folder / "spectra.png", legend)
+
+
+def describe(evaluation: Evaluation) -> str:
+    """Return the region, period and number of dates by lead, for titles."""
+    times, scores = evaluation.by_date["initial_time"].values, evaluation.scores.isel(forecast=0)
+    period = f"{str(times[0])[:10]} to {str(times[-1])[:10]}"
+    return f"{scores['region'].item(0)}: {describe_dates(scores)}, {period}"

@@ -17,11 +17,6 @@ from models.noise import keys_of_members
 Forecast = Callable[[Tensor, Tensor, Sequence[int]], Iterable[Tensor]]
 Model = Callable[[Tensor], Tensor]
 
-# Limits above which a state has blown up: standard deviations from the mean, and a multiple of the initial
-# state's. Rain in a single cell can be 300 standard deviations from the mean, a wind never 20; an unbounded
-# forecast exceeds both within some steps.
-LARGEST_DEVIATIONS, LARGEST_GROWTH = 100.0, 10.0
-
 
 def rollout(
     predict: Model,
@@ -78,13 +73,3 @@ def model_forecast(
                 yield normalizer.denormalize(normalizer.newest(window))
 
     return forecast
-
-
-def plausible_size(state: Tensor) -> Tensor:
-    """Return the largest absolute value (B, V) of a forecast from a normalised state (B, V, H, W)."""
-    return (LARGEST_GROWTH * state.abs().amax(dim=(-2, -1))).clamp(min=LARGEST_DEVIATIONS)
-
-
-def blown_up(state: Tensor, limit: Tensor) -> Tensor:
-    """Return (B, V) bool: a normalised state (B, V, H, W) is beyond `limit` (B, V), or not finite."""
-    return ~(state.abs().amax(dim=(-2, -1)) <= limit)  # amax keeps NaN, and no comparison with it is true

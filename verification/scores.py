@@ -11,6 +11,7 @@ Shapes: F forecasts, V variables (a level counts as one), M members, R regions, 
 longitudes, K = W // 2 + 1 wavenumbers.
 """
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -22,7 +23,7 @@ from torch import Tensor
 
 from datasets.grid import Grid, area_weights
 from errors import ConfigError
-from verification.tables import by_variable, squared
+from verification.tables import by_variable
 
 # The statistics of one date, in the order of the first axis of `date_statistics`.
 ERRORS = ("mse", "mae", "bias")
@@ -65,40 +66,31 @@ REGIONS = {
 }
 
 
-def region_weights(grid: Grid, names: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
-    """Return rows (R, H), area weights inside and 0 outside, and columns (R, W) of 1 and 0, both float64.
-
-    A region without a cell on the grid has only zeros. Raises ConfigError for an unknown region.
-    """
-    if unknown := [name for name in names if name not in REGIONS]:
-        raise ConfigError(f"region {unknown[0]!r}: not one of {', '.join(REGIONS)}")
-
-    def inside(degrees: np.ndarray, intervals: Sequence[tuple[float, float]]) -> np.ndarray:
-        west, east = np.array(intervals).T[..., None]  # (intervals, 1)
-        return ((degrees >= west - ON_THE_LIMIT) & (degrees <= east + ON_THE_LIMIT)).any(axis=0).astype(float)
-
-    rows = [inside(grid.latitude, REGIONS[name].latitudes) for name in names]
-    columns = [inside(grid.longitude % 360, REGIONS[name].longitudes) for name in names]
-    return np.stack(rows) * area_weights(grid.latitude), np.stack(columns)
-
-
-def regions_on(grid: Grid) -> list[str]:
-    """Return the names of the regions that have a cell on the grid."""
-    rows, columns = region_weights(grid, list(REGIONS))
-    return np.array(list(REGIONS))[rows.any(axis=1) & columns.any(axis=1)].tolist()
-
-
 class RegionMeans:
-    """Area-weighted means of fields (..., H, W) over regions -> (..., R), on one grid and device."""
+    """Area-weighted means of fields (..., H, W) over regions -> (..., R), on one grid and device.
+
+    `weight` (R,) is 0 for a region without a cell on the grid.
+    """
 
     def __init__(self, grid: Grid, regions: Sequence[str], device: torch.device | str = "cpu") -> None:
-        rows, columns = region_weights(grid, regions)
+        """Raises ConfigError for an unknown region."""
+        if unknown := [name for name in regions if name not in REGIONS]:
+            raise ConfigError(f"region {unknown[0]!r}: not one of {', '.join(REGIONS)}")
+
+        def inside(degrees: np.ndarray, intervals: Sequence[tuple[float, float]]) -> np.ndarray:
+            west, east = np.array(intervals).T[..., None]  # (intervals, 1)
+            cells = (degrees >= west - ON_THE_LIMIT) & (degrees <= east + ON_THE_LIMIT)
+            return cells.any(axis=0).astype(float)
+
+        rows = np.stack([inside(grid.latitude, REGIONS[name].latitudes) for name in regions])  # (R, H)
+        columns = [inside(grid.longitude % 360, REGIONS[name].longitudes) for name in regions]  # R of (W,)
         distinct, self.column_of = np.unique(columns, axis=0, return_inverse=True)  # most go all round
         self.stretches = []  # of columns inside, as slices: one of no column in a region off the grid
-        for inside in distinct:
-            ends = np.flatnonzero(np.diff(inside, prepend=0, append=0)).tolist() or [0, 0]
+        for of_region in distinct:
+            ends = np.flatnonzero(np.diff(of_region, prepend=0, append=0)).tolist() or [0, 0]
             self.stretches.append([slice(*pair) for pair in zip(ends[::2], ends[1::2], strict=True)])
-        self.rows = torch.from_numpy(rows).T.contiguous().to(device)  # (H, R)
+        weights = rows * area_weights(grid.latitude)
+        self.rows = torch.from_numpy(weights).T.contiguous().to(device)  # (H, R)
         self.weight = self.total(torch.ones(grid.shape, dtype=torch.float64, device=device))  # (R,)
 
     def total(self, fields: Tensor) -> Tensor:
@@ -189,27 +181,14 @@ def fair_crps(members: Tensor, truth: Tensor) -> Tensor:
     return distance.abs().mean(dim=0) - (factor * distance).sum(dim=0)
 
 
-def append_wind(values: np.ndarray, scores: Sequence[str], variables: Sequence[str]) -> np.ndarray:
-    """Append the wind vectors of `variables` to statistics (S, ..., V, R) named `scores`. Only their squared
-    error is defined, the sum over both components; of the areas they have those of u.
-    """
-    pairs = wind_pairs(variables).values()
-    u, v = ([variables.index(pair[i]) for pair in pairs] for i in range(2))
-    vectors = np.full_like(values[..., u, :], np.nan)
-    for s, name in enumerate(scores):
-        if name in ("mse", COMMON_AREA):
-            vectors[s] = values[s][..., u, :] + (values[s][..., v, :] if name == "mse" else 0)
-    return np.concatenate([values, vectors], axis=-2)
-
-
-def wind_pairs(variables: Sequence[str]) -> dict[str, tuple[str, str]]:
-    """Return the names of both components by wind vector ("wind_vector:500")."""
+def wind_pairs(variables: Sequence[str]) -> dict[str, tuple[int, int]]:
+    """Return the positions of both components by wind vector ("wind_vector:500")."""
     pairs = {}
-    for name in variables:
+    for row, name in enumerate(variables):
         base, colon, level = name.partition(":")
         for vector, (u, v) in WIND_VECTORS.items():
             if base == u and v + colon + level in variables:
-                pairs[vector + colon + level] = name, v + colon + level
+                pairs[vector + colon + level] = row, variables.index(v + colon + level)
     return pairs
 
 
@@ -257,6 +236,16 @@ def final_scores(statistics: xr.DataArray, num_members: xr.DataArray | int = 1) 
     return result.transpose("metric", ..., "region", "lead_time", "variable", missing_dims="ignore")
 
 
+def combine(scores: Sequence[xr.DataArray], variables: Sequence[str], units: Mapping[str, str]) -> xr.Dataset:
+    """Return the `final_scores` of forecasts, which have a dimension `forecast` of size 1, by variable; with
+    the coordinate `num_dates` (forecast, lead_time).
+    """
+    array = xr.concat(scores, "forecast", join="outer", coords="minimal", compat="override")
+    array = array.transpose("forecast", "metric", ...)
+    num_dates = array.sel(metric="num_dates", drop=True).max(("variable", "region")).astype(int)
+    return by_variable(array, variables, units).assign_coords(num_dates=num_dates)
+
+
 # -- zonal energy spectra ------------------------------------------------------------------------------
 
 
@@ -265,7 +254,9 @@ class Spectra:
 
     def __init__(self, variables: Sequence[str], grid: Grid, device: torch.device | str) -> None:
         self.variables, self.grid = list(variables), grid
-        self.length = torch.from_numpy(circumference(grid.latitude)).to(device)
+        # Metres of the circles of latitude (H,), 0 at the poles to rounding.
+        length = 2 * np.pi * EARTH_RADIUS * np.cos(np.deg2rad(np.asarray(grid.latitude, np.float64)))
+        self.length = torch.from_numpy(length).to(device)
         waves = (grid.shape[0], grid.shape[1] // 2 + 1)
         shapes = {"dates": (), "whole_rows": grid.shape[:1], "forecast": waves, "truth": waves}
         self.sums = {
@@ -301,14 +292,12 @@ class Spectra:
         dims = ["lead_time", "variable", "latitude", "zonal_wavenumber", "source"]
         array = xr.DataArray(mean.cpu().numpy(), coords, dims)
         spectra = by_variable(array, [self.variables[row] for row in rows], units)
-        for field in spectra.data_vars.values():  # squared, times the length of a circle of latitude
-            field.attrs["units"] = f"{squared(field.attrs['units'])} m".strip()
+        for field in spectra.data_vars.values():
+            # Squared, "m2 s-2" of "m s-1", times the length of a circle of latitude; pure numbers stay "1".
+            words = [re.fullmatch(r"(.*?[^\d-])(-?\d+)?", word) for word in field.attrs["units"].split()]
+            squares = [f"{word[1]}{2 * int(word[2] or 1)}" if word else "1" for word in words]
+            field.attrs["units"] = " ".join([*squares, "m"])
         return spectra
-
-
-def circumference(degrees_north: np.ndarray) -> np.ndarray:
-    """Return the lengths (H,) in metres of the circles at these latitudes; 0 at the poles, to rounding."""
-    return 2 * np.pi * EARTH_RADIUS * np.cos(np.deg2rad(np.asarray(degrees_north, np.float64)))
 
 
 def zonal_energy_spectrum(fields: Tensor, length: Tensor) -> Tensor:

@@ -36,19 +36,19 @@ from datasets.grid import Grid, coarser
 from errors import DataError
 from parallelisms.mesh import from_first_rank
 from verification.climatology import Climatology
-from verification.matching import ForecastFields, Match, Matcher, Step
+from verification.matching import ForecastFields, Match, Matcher
 from verification.scores import (
     COMMON_AREA,
     RegionMeans,
     Spectra,
-    append_wind,
+    combine,
     date_statistics,
     final_scores,
     statistic_names,
     wind_pairs,
 )
-from verification.stores import state_of_analyses
-from verification.tables import by_variable, headline
+from verification.stores import open_own_store, state_of_files
+from verification.tables import headline
 
 logger = logging.getLogger("rossby")
 # An initial date, and variable -> (truth, forecast), each (H, W).
@@ -118,12 +118,8 @@ def write_date(path: Path, date: int, statistics: np.ndarray, digest: int) -> No
 
 def open_table(path: Path) -> xr.Dataset:
     """Open a table lazily. Raises DataError if there is none of ours."""
-    try:
-        # Without decoding of missing values: a digest is no float.
-        options: Any = {"chunks": None, "consolidated": False, "mask_and_scale": False}
-        table = xr.open_zarr(path, decode_timedelta=True, **options)
-    except (OSError, ValueError, KeyError, TypeError, ExceptionGroup):  # zarr's, of many files
-        table = xr.Dataset()
+    # Without decoding of missing values: a digest is no float.
+    table = xr.decode_cf(open_own_store(path), mask_and_scale=False, decode_timedelta=True)
     if MARK not in table.attrs or not {*DIMS, "statistics", "digest", "num_members"} <= {*table.variables}:
         reason = "exists, and is no table of scores of Rossby, or damaged"
         raise DataError(f"{path}: {reason}; remove it, or choose another --output")
@@ -172,14 +168,15 @@ def evaluate(
     rank, ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     on_first_rank = from_first_rank if dist.is_initialized() else lambda compute: compute()
 
-    # -- the table: created once, or continued -----------------------------------------------------------
+    # -- the table: created once, or continued; wind vectors follow the variables -------------------------
     num_members = [forecast.num_members for forecast in forecasts.values()]
+    wind = wind_pairs(names)  # by wind vector
     scores = [*statistic_names(climatology is not None, max(num_members) > 1), COMMON_AREA]
     coords = {
         "forecast": np.array(list(forecasts)),
         "initial_time": times.astype("datetime64[ns]"),
         "lead_time": leads.astype("timedelta64[ns]"),
-        "variable": np.array([*names, *wind_pairs(names)]),
+        "variable": np.array([*names, *wind]),
         "region": np.array(list(regions)),
         "score": np.array(scores),
     }
@@ -196,23 +193,17 @@ def evaluate(
     spectra = (
         [Spectra(names, grid, device) for _ in forecasts] if detail is not None and grid.periodic else []
     )
-    steps, completes = list[Step](), dict[int, list[int]]()  # number of a step -> dates it completes
-    for is_finished in (False, True):
-        blocks = matcher.blocks(np.flatnonzero(finished == is_finished).tolist())
-        for i in np.array_split(np.arange(len(blocks)), ranks)[rank]:
-            # Sums of spectra are not in the table: of finished dates one lead is read again.
-            if not is_finished:
-                steps += matcher.steps(blocks[i], range(len(leads)))
-                completes[len(steps) - 1] = blocks[i]
-            elif spectra and detail is not None:
-                steps += matcher.steps(blocks[i], [detail])
+    steps = matcher.steps(np.flatnonzero(~finished).tolist(), range(len(leads)), rank, ranks)
+    if spectra and detail is not None:
+        # Their sums are not in the table: of finished dates one lead is read again.
+        steps += matcher.steps(np.flatnonzero(finished).tolist(), [detail], rank, ranks)
 
     # -- the loop -----------------------------------------------------------------------------------------
     # On a CPU each thread works on its own fields: torch's threads would wait for each other about a thousand
     # times per date, which took ten times as long on a busy machine.
     num_threads = torch.get_num_threads()
     width = num_threads if matcher.device.type == "cpu" else 1
-    shape = (len(forecasts), len(leads), len(names), len(regions), len(scores))
+    shape = (len(forecasts), len(leads), len(coords["variable"]), len(regions), len(scores))
     values = defaultdict[int, np.ndarray](lambda: np.full(shape, np.nan))  # of the dates of the present block
     with ThreadPoolExecutor(width, initializer=torch.set_num_threads, initargs=(1,)) as threads:
         for number, matches in enumerate(matcher.read_ahead(steps)):
@@ -220,7 +211,8 @@ def evaluate(
                 if match.lead == detail:
                     for f in np.flatnonzero(match.has.any(axis=1)):
                         spectra[f].add(match.forecasts[f], match.truth, match.rows)
-            if finished[steps[number].dates[0]]:
+            block = steps[number].dates
+            if finished[block[0]]:
                 continue
             # Variables of a match are divided among the threads.
             some = max(1, sum(len(match.rows) for match in matches) // (2 * width))
@@ -230,12 +222,17 @@ def evaluate(
                 for v in range(0, len(m.rows), some)
             ]
             list(threads.map(fill_statistics, *zip(*tasks, strict=True)))  # raises errors of the threads
-            if number in completes:
-                for date in completes[number]:
-                    with_wind = append_wind(np.moveaxis(values[date], -1, 0), scores, names)
-                    write_date(target, date, np.moveaxis(with_wind, 0, -1), int(digests[date]))
+            if number + 1 == len(steps) or steps[number + 1].dates is not block:  # its dates are complete
+                for date in block:
+                    # Only the squared error of a wind vector is defined, the sum over both components; of the
+                    # areas it has that of u.
+                    of_date, mse, area = values[date], scores.index("mse"), scores.index(COMMON_AREA)
+                    for row, (u, v) in enumerate(wind.values(), len(names)):
+                        of_date[:, :, row, :, mse] = of_date[:, :, u, :, mse] + of_date[:, :, v, :, mse]
+                        of_date[:, :, row, :, area] = of_date[:, :, u, :, area]
+                    write_date(target, date, of_date, int(digests[date]))
                 values.clear()
-                progress(ranks * len(completes[number]))
+                progress(ranks * len(block))
     torch.set_num_threads(num_threads)  # for threads that start later
     if ranks > 1:
         for sums in (sums for of_forecast in spectra for sums in of_forecast.sums.values()):
@@ -255,12 +252,9 @@ def evaluate(
         final_scores(by_date["statistics"].isel(forecast=[f]).load(), members)
         for f, members in enumerate(num_members)
     ]
-    array = xr.concat(of_forecast, "forecast", join="outer", coords="minimal", compat="override")
-    num_dates = array.sel(metric="num_dates", drop=True).max(("variable", "region")).astype(int)
-    if not num_dates.any():
+    result = combine(of_forecast, coords["variable"].tolist(), units)
+    if not result["num_dates"].any():
         raise DataError(f"the truth has no analysis for the forecasts, such as of {times[0] + leads[0]}")
-    array = array.transpose("forecast", "metric", ...)
-    result = by_variable(array, coords["variable"].tolist(), units).assign_coords(num_dates=num_dates)
     of_spectra = {}
     for name, has in zip(forecasts, matcher.has, strict=True) if spectra else []:
         of_spectra[name] = spectra.pop(0).result(leads[detail:][:1], has, units)  # frees gigabytes of sums
@@ -294,9 +288,9 @@ def read_example(matcher: Matcher, lead: int) -> Example | None:
     customary = headline(np.array(matcher.variables)[matcher.has[0]].tolist())
     for date in reversed(range(len(matcher.dates))):
         fields = {}
-        for rows in matcher.groups:
-            names = [matcher.variables[row] for row in rows]
-            for match in matcher.read(Step([date], [lead], rows)) if {*names} & {*customary} else []:
+        for step in matcher.steps([date], [lead]):
+            names = [matcher.variables[row] for row in step.rows]
+            for match in matcher.read(step) if {*names} & {*customary} else []:
                 forecast = match.forecasts[0]
                 forecast = forecast.mean(dim=0) if forecast.ndim > 3 else forecast
                 pairs = zip(match.analysis.cpu().numpy(), forecast.cpu().numpy(), strict=True)
@@ -311,7 +305,7 @@ def date_digests(matcher: Matcher) -> np.ndarray:
     files of the forecasts of that date, the analyses that they are compared with, and options.
     """
     truth, grid, climatology = matcher.truth, matcher.grid, matcher.climatology
-    state_of_truth = cache(lambda time: state_of_analyses(truth, matcher.variables, time))
+    state_of_truth = cache(lambda time: state_of_files(truth, matcher.variables, time))
     options = (grid.latitude.tolist(), grid.longitude.tolist(), matcher.boundary_width, matcher.has.tolist())
     digests = []
     for date in matcher.dates:

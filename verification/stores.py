@@ -19,6 +19,7 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import product
 from pathlib import Path
 from typing import Any, cast
@@ -31,14 +32,13 @@ from dask import array as dask
 from torch import Tensor
 from zarr.codecs import BloscCodec
 
-from datasets.archive import Archive
 from datasets.fields import Field, NamedFields
 from datasets.grid import Grid
 from datasets.remote import NO_OPTIONS, Access
-from datasets.source import FORECAST_ROLES, find_files, open_fields, open_files
+from datasets.source import FORECAST_ROLES, OpenFile, find_files, open_fields, open_files
 from datasets.statistics import refuse_fills
 from datasets.variables import STANDARD_NAMES, group_levels, split_name, units
-from errors import ConfigError, DataError
+from errors import DataError, refuse
 
 # Attributes of coordinates by the CF conventions, which other tools use to find them.
 COORDINATES = {
@@ -113,6 +113,17 @@ def create_store(
         store.to_zarr(path, mode="w", zarr_format=3, compute=False, consolidated=True, encoding=encoding)
 
 
+def open_own_store(path: Path, consolidated: bool = False) -> xr.Dataset:
+    """Open a store that this project has written, lazily and without decoding; an empty Dataset if there is
+    none, or if it cannot be read.
+    """
+    try:
+        options: Any = {"chunks": None, "consolidated": consolidated, "decode_cf": False}
+        return xr.open_zarr(path, **options)
+    except (OSError, ValueError, KeyError, TypeError, ExceptionGroup):  # zarr's, of many files
+        return xr.Dataset()
+
+
 def identity_of(attributes: Mapping[str, Any]) -> dict[str, Any] | None:
     """Return what identifies the forecast of a store, None if its attributes are not those of Rossby."""
     try:
@@ -121,24 +132,28 @@ def identity_of(attributes: Mapping[str, Any]) -> dict[str, Any] | None:
         return None
 
 
-def state_of_files(fields: Sequence[Field], rows: Mapping[str, int] | None = None) -> str:
-    """Return a digest of the names, sizes and modification times of the files of some arrays, of Zarr stores
-    only those with these rows of axes (role -> row). A URL has another state at each call.
+def state_of_files(source: NamedFields, variables: Sequence[str], time: np.datetime64 | None = None) -> str:
+    """Return a digest of the names, sizes and modification times of the files with some variables, of Zarr
+    stores only those with a date if one is given. A URL has another state at each call.
     """
     digest = hashlib.sha256()
-    arrays = {(source.path, source.array): source for source in fields}
-    for (path, _), source in sorted(arrays.items()):
-        names = [path]
+    arrays = {(array.path, array.array): array for name in variables for array, _ in source.find(name)}
+    for (path, _), array in sorted(arrays.items()):
+        rows = [] if time is None else np.flatnonzero(array.times == time).tolist()
+        if time is not None and not rows:
+            continue
         if "://" in path:
             return uuid4().hex
+        names = [path]
         # Of a Zarr store the files of the chunks: the folder's own time changes with any of them.
         if os.path.isdir(path):
-            chunks, numbers = source.raw.shards or source.raw.chunks, []
-            for role, size, chunk in zip(source.roles, source.raw.shape, chunks, strict=True):
-                row = (rows or {}).get(role)
-                numbers.append(range(-(-size // chunk)) if row is None else [row // chunk])
-            folder = os.path.join(path, source.raw.store_path.path)
-            keys = map(source.raw.metadata.encode_chunk_key, product(*numbers))
+            numbers = []  # of chunks, by dimension
+            sizes = array.raw.shards or array.raw.chunks
+            for role, length, size in zip(array.roles, array.raw.shape, sizes, strict=True):
+                has_date = rows and role == "time"
+                numbers.append([row // size for row in rows] if has_date else range(-(-length // size)))
+            folder = os.path.join(path, array.raw.store_path.path)
+            keys = map(array.raw.metadata.encode_chunk_key, product(*numbers))
             names = [os.path.join(folder, key) for key in keys]
         for name in names:
             try:
@@ -147,17 +162,6 @@ def state_of_files(fields: Sequence[Field], rows: Mapping[str, int] | None = Non
             except FileNotFoundError:  # a chunk that is not written yet
                 digest.update(f"{name}\n".encode())
     return digest.hexdigest()
-
-
-def state_of_analyses(archive: Archive, variables: Sequence[str], time: np.datetime64) -> str:
-    """Return a digest of the state of the files with the analyses of a date."""
-    sources = {source for name in variables for source, _ in archive.find(name)}
-    states = [
-        state_of_files([source], {"time": int(row)})
-        for source in sources
-        for row in np.flatnonzero(source.times == time)
-    ]
-    return hashlib.sha256("".join(sorted(states)).encode()).hexdigest()
 
 
 @dataclass(eq=False)
@@ -176,66 +180,52 @@ class ForecastStore:
 
     def __post_init__(self) -> None:
         self.arrays, self.levels = group_levels(self.variables), all_levels(self.variables)
-        self.opened: dict[str, zarr.Array] = {}
         self.pool = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="forecast-writer")
         self.in_flight: deque[list[Future]] = deque()  # of each lead that may not be written yet
 
+    @cached_property
+    def group(self) -> Any:
+        """The store, opened for writing when it is first used."""
+        return zarr.open_group(str(self.path), mode="r+")
+
     def create(self, about: dict[str, Any]) -> None:
         """Create the store, or continue an existing one. Raises ConfigError if it has another forecast."""
-        if self.path.exists():
-            # Every byte of the store would be the same, or it is refused: what is written here by the arrays'
-            # own metadata is read elsewhere by the consolidated copy of them.
-            with self._open() as forecasts, self._open(consolidated=True) as copy:
-                stored = identity_of(forecasts.attrs)
-                # As text, in which the fill value NaN equals itself.
-                written, read = (
-                    {name: str(variable.to_dict(data=False)) for name, variable in some.variables.items()}
-                    for some in (forecasts, copy)
-                )
-            if stored is None or written != read:
-                raise self._error("exists, and is not a forecast of Rossby, or damaged")
-            for key, value in json.loads(json.dumps(about)).items():
-                if stored.get(key) != value:
-                    there, here = f"{stored.get(key)!s:.60}", f"{value!s:.60}"
-                    raise self._error(f"contains another forecast: {key} is {there} there and {here} here")
-            for leftover in self.path.glob("*/**/*.partial"):  # zarr's, of a run that was killed
-                leftover.unlink()
+        key, fix = "forecast.path", "remove it, or name another forecast.path"
+        if not self.path.exists():
+            unfinished = self.path.with_name(self.path.name + ".incomplete")
+            shutil.rmtree(unfinished, ignore_errors=True)
+            unfinished.parent.mkdir(parents=True, exist_ok=True)
+            leads = np.asarray(self.leads).astype("timedelta64[h]").astype("timedelta64[ns]")
+            axes = {"time": self.dates.astype("datetime64[ns]"), "prediction_timedelta": leads}
+            axes |= {"number": np.arange(self.num_members)} if self.num_members > 1 else {}
+            attributes, chunks = {ATTRIBUTE: json.dumps(about)}, dict.fromkeys(axes, 1)
+            create_store(
+                unfinished, self.variables, self.grid, axes, chunks, attributes, self.units, has_status=True
+            )
+            os.replace(unfinished, self.path)
             return
-        unfinished = self.path.with_name(self.path.name + ".incomplete")
-        shutil.rmtree(unfinished, ignore_errors=True)
-        unfinished.parent.mkdir(parents=True, exist_ok=True)
-        leads = np.asarray(self.leads).astype("timedelta64[h]").astype("timedelta64[ns]")
-        axes = {"time": self.dates.astype("datetime64[ns]"), "prediction_timedelta": leads}
-        axes |= {"number": np.arange(self.num_members)} if self.num_members > 1 else {}
-        attributes = {ATTRIBUTE: json.dumps(about)}
-        chunks = dict.fromkeys(axes, 1)
-        create_store(
-            unfinished, self.variables, self.grid, axes, chunks, attributes, self.units, has_status=True
-        )
-        os.replace(unfinished, self.path)
-
-    def _open(self, consolidated: bool = False) -> xr.Dataset:
-        try:
-            return xr.open_zarr(self.path, chunks=None, consolidated=consolidated, decode_cf=False)
-        except (OSError, ValueError, KeyError, TypeError, ExceptionGroup):  # zarr's, of many files
-            raise self._error("exists, and is not a forecast of Rossby, or damaged") from None
-
-    def _error(self, reason: str) -> ConfigError:
-        fix = "remove it, or name another forecast.path"
-        return ConfigError(f"forecast.path = '{self.path}': {reason}; {fix}")
+        # -- every byte of the store would be the same, or it is refused: what is written here by the arrays'
+        # own metadata is read elsewhere by the consolidated copy of them
+        forecasts, copy = open_own_store(self.path), open_own_store(self.path, consolidated=True)
+        stored = identity_of(forecasts.attrs)
+        # As text, in which the fill value NaN equals itself.
+        metadata = [{n: str(v.to_dict(False)) for n, v in s.variables.items()} for s in (forecasts, copy)]
+        if stored is None or metadata[0] != metadata[1]:
+            refuse(key, str(self.path), f"exists, and is not a forecast of Rossby, or damaged; {fix}")
+        for name, value in json.loads(json.dumps(about)).items():
+            if stored.get(name) != value:
+                difference = f"{name} is {stored.get(name)!s:.60} there and {value!s:.60} here"
+                refuse(key, str(self.path), f"contains another forecast: {difference}; {fix}")
+        for leftover in self.path.glob("*/**/*.partial"):  # zarr's, of a run that was killed
+            leftover.unlink()
 
     def status(self) -> np.ndarray:
-        """Return the status (n, L, M) of each date, lead and member. Raises ConfigError if there is none."""
-        with self._open() as forecasts:
-            if STATUS not in forecasts:
-                raise self._error(f"it has no {STATUS}")
-            status = forecasts[STATUS].values
-        return status.reshape(len(self.dates), len(self.leads), self.num_members)
+        """Return the status (n, L, M) of each date, lead and member."""
+        return self.group[STATUS][:].reshape(len(self.dates), len(self.leads), self.num_members)
 
     def finish(self, date: int, member: int, status: np.ndarray) -> None:
         """Write the status (L,) of a date and member that has all its leads."""
-        at = (date, slice(None), member) if self.num_members > 1 else (date, slice(None))
-        self._array(STATUS)[at] = status
+        self.group[STATUS][(date, slice(None), member)[: self.group[STATUS].ndim]] = status
 
     def write(self, pairs: Sequence[tuple[int, int]], lead: int, fields: Tensor) -> None:
         """Start to write fields (B, V, H, W) at a lead, of B pairs (date, member); do not change them after.
@@ -262,46 +252,40 @@ class ForecastStore:
             of_levels, shape = values, (len(values), len(self.levels), *values.shape[2:])
             values = np.full(shape, np.nan, np.float32)
             values[:, [self.levels.index(cast(int, level)) for level in rows]] = of_levels
+        array, num_axes = self.group[name], 3 if self.num_members > 1 else 2
         for (date, member), value in zip(pairs, values, strict=True):
-            at = (date, lead, member) if self.num_members > 1 else (date, lead)
-            self._array(name)[at] = value
-
-    def _array(self, name: str) -> zarr.Array:
-        if name not in self.opened:
-            self.opened[name] = cast(zarr.Array, zarr.open_array(str(self.path), path=name, mode="r+"))
-        return self.opened[name]
+            array[(date, lead, member)[:num_axes]] = value
 
 
 class StoredForecast(NamedFields):
-    """Forecasts of one store, of any centre: a verification.matching.ForecastFields.
+    """Forecasts of one store, of any centre.
 
     Names, order of dimensions, direction of latitude and levels, and units of the lead are found from the
     content, by the code that reads analyses (datasets/fields.py).
     """
 
     def __init__(
-        self,
-        path: str,
-        fields: Sequence[Field],
-        unreadable: dict[str, str],
-        status: np.ndarray | None,
-        identity: dict[str, Any] | None = None,
+        self, fields: Sequence[Field], unreadable: dict[str, str], path: str, file: OpenFile
     ) -> None:
-        """status: (n, L), the worst of the members, and identity: of a store that forecast.py has written.
-        Raises DataError for axes that forecasts cannot have.
-        """
+        """file: of these fields. Raises DataError for axes that forecasts cannot have."""
         super().__init__(path, fields, unreadable)
-        self.stored, self.status = list(fields), status
-        self.checkpoint = str((identity or {}).get("checkpoint", ""))
-        self.times, self.leads = np.asarray(fields[0].times), fields[0].labels["lead"]
+        self.times, self.leads = np.asarray(fields[0].times), fields[0].labels["lead"]  # (n,), (L,) in s
         for name, axis in (("time", self.times), ("lead time", self.leads)):
             if not (np.diff(axis) > np.timedelta64(0, "s")).all():
                 raise DataError(f"cannot read {path!r} as forecasts: its {name} does not ascend, or repeats")
-        self.num_members = max(field.size("number") for field in fields)
+        self.num_members = max(field.size("number") for field in fields)  # 1: not an ensemble
         if other := next((field for field in fields if field.size("number") != self.num_members), None):
             reason = f"{other.names[0]} has {other.size('number')} members, others have {self.num_members}"
             raise DataError(f"cannot read {path!r} as forecasts: {reason}; write it for all of them")
+        # Initial dates and leads that are stored, and decoded, together.
         self.block = max(field.chunk("time") for field in fields), max(f.chunk("lead") for f in fields)
+        # -- of a forecast of Rossby's: the status (n, L), the worst of the members. It fills cells that the
+        # initial analysis lacks, and is not scored there, as in train.py. None: all are computed.
+        self.checkpoint, self.status = str((identity_of(file.attrs) or {}).get("checkpoint", "")), None
+        if STATUS in file.arrays:
+            members = np.asarray(file.fetch(STATUS), int)  # (n, L[, M])
+            members = members.reshape(*members.shape[:2], -1)
+            self.status = np.where((members == NOT_COMPUTED).any(-1), NOT_COMPUTED, members.max(-1))
 
     def read_block(self, dates: slice, leads: slice, variables: Sequence[str]) -> np.ndarray:
         """Return (n, k, V, H, W), or (n, k, M, V, H, W), float32. Raises DataError for a missing variable."""
@@ -313,10 +297,9 @@ class StoredForecast(NamedFields):
         return fields if self.num_members > 1 else fields[:, :, 0]
 
     def state(self, time: np.datetime64) -> str:
-        """Return the state of the files with the forecasts from a date."""
-        row = int(np.searchsorted(self.times, time))
-        status = "" if self.status is None else self.status[row].tolist()
-        return f"{state_of_files(self.stored, {'time': row})} {status}"
+        """Return a text that changes when the values of the forecasts from a date may have changed."""
+        status = "" if self.status is None else self.status[self.times == time].tolist()
+        return f"{state_of_files(self, self.variables, time)} {status}"
 
 
 def open_forecast(
@@ -343,9 +326,4 @@ def open_forecast(
     if by_both or axis.lower() == "valid_time":
         fix = "store them by initial date and lead, as with xarray's `ds.sel(valid_time=init_time + lead)`"
         raise DataError(f"cannot read {path!r} as forecasts: its dates {axis!r} are valid times; {fix}")
-    status = None
-    if STATUS in file.arrays:
-        members = np.asarray(file.fetch(STATUS), int)  # (n, L[, M])
-        members = members.reshape(*members.shape[:2], -1)
-        status = np.where((members == NOT_COMPUTED).any(-1), NOT_COMPUTED, members.max(-1))
-    return StoredForecast(path, fields, unreadable, status, identity_of(file.attrs))
+    return StoredForecast(fields, unreadable, path, file)

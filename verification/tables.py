@@ -3,7 +3,6 @@ tables of text; and a scorecard, which tests the differences of two forecasts fo
 """
 
 import math
-import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -68,19 +67,6 @@ def by_variable(array: xr.DataArray, variables: Sequence[str], own_units: Mappin
     return merged
 
 
-def combine(scores_of: Mapping[str, xr.Dataset]) -> xr.Dataset:
-    """Return the scores of all forecasts with a first dimension `forecast`, NaN (no dates) where missing.
-
-    Coordinate `num_dates` (forecast, lead_time).
-    """
-    datasets = [scores.reset_coords("num_dates") for scores in scores_of.values()]
-    options: Any = {"join": "outer", "combine_attrs": "override", "compat": "override"}
-    # Forecasts of surface variables alone have no level.
-    options |= {"data_vars": "all", "coords": "minimal"}
-    together = xr.concat(datasets, xr.DataArray(list(scores_of), dims="forecast", name="forecast"), **options)
-    return together.assign_coords(num_dates=together["num_dates"].fillna(0).astype(int))
-
-
 def lead_hours(scores: xr.Dataset | xr.DataArray) -> list[int]:
     """Return the leads of scores in hours."""
     return [int(lead / np.timedelta64(1, "h")) for lead in scores["lead_time"].values]
@@ -98,10 +84,10 @@ def variable_names(scores: xr.Dataset) -> list[str]:
     return names
 
 
-def headline(names: Sequence[str], most: int = 8) -> list[str]:
-    """Return at most `most` variables, the customary ones first."""
+def headline(names: Sequence[str]) -> list[str]:
+    """Return as many variables as are customary, those first."""
     first = [name for name in HEADLINE if name in names]
-    return list(dict.fromkeys([*first, *names]))[:most]
+    return list(dict.fromkeys([*first, *names]))[: len(HEADLINE)]
 
 
 def one_variable(scores: xr.Dataset, variable: str) -> xr.DataArray:
@@ -118,17 +104,6 @@ def select(scores: xr.Dataset, metric: str, variable: str) -> xr.DataArray:
     regions = scores["region"].values
     region = "global" if "global" in regions else regions[0]
     return one_variable(scores, variable).sel(metric=metric, region=region)
-
-
-def units_of(scores: xr.Dataset, variable: str) -> str:
-    """Return the units of a variable."""
-    return str(scores[split_name(variable)[0]].attrs.get("units", ""))
-
-
-def squared(units: str) -> str:
-    """Return "m2 s-2" for "m s-1", "K2" for "K"; pure numbers stay ("1")."""
-    words = [re.fullmatch(r"(.*?[^\d-])(-?\d+)?", word) for word in units.split()]
-    return " ".join(f"{word[1]}{2 * int(word[2] or 1)}" if word else "1" for word in words)
 
 
 def describe_dates(scores: xr.Dataset) -> str:
@@ -176,7 +151,9 @@ def score_table(scores: xr.Dataset, metric: str, title: str) -> pd.DataFrame:
         columns = scores["forecast"].values.tolist()  # not of the mean of members
     counts = first.sel(metric="num_dates").to_array()
     scored = (counts > 0).any([dim for dim in counts.dims if dim != "lead_time"])
-    leads, names = shown_leads(first["lead_time"].values[scored.values]), variable_names(first)
+    leads, names = first["lead_time"].values[scored.values], variable_names(first)
+    if len(leads) > LEADS_SHOWN:  # the first, every whole day, and the last
+        leads = leads[(leads % DAY == np.timedelta64(0, "h")) | np.isin(leads, leads[[0, -1]])]
     # -- a table a variable, whose rows are leads
     tables = [pd.DataFrame(columns=[metric.upper(), *columns])]
     for name in names if len(names) <= VARIABLES_SHOWN else headline(names):
@@ -189,7 +166,7 @@ def score_table(scores: xr.Dataset, metric: str, title: str) -> pd.DataFrame:
         rows.insert(0, "dates", ["-".join(map("{:.0f}".format, sorted({*pair}))) for pair in ends])
         rows.insert(0, "lead", [f"{hours} h" for hours in lead_hours(values)])
         rows.insert(0, metric.upper(), name)
-        rows["units"] = "" if metric in PURE else units_of(first, name)
+        rows["units"] = "" if metric in PURE else one_variable(first, name).attrs.get("units", "")
         if metric != "rmse":
             rows = rows.dropna(subset=columns, how="all")
         tables.append(rows)
@@ -201,13 +178,6 @@ def score_table(scores: xr.Dataset, metric: str, title: str) -> pd.DataFrame:
         title += f"; {table[metric.upper()].nunique()} of {len(names)} variables"
     table.attrs["title"] = title
     return table
-
-
-def shown_leads(leads: np.ndarray) -> np.ndarray:
-    """Return all of a few leads; of many the first, every whole day, and the last."""
-    if len(leads) <= LEADS_SHOWN:
-        return leads
-    return leads[(leads % DAY == np.timedelta64(0, "h")) | np.isin(leads, leads[[0, -1]])]
 
 
 # -- scorecard -----------------------------------------------------------------------------------------

@@ -6,7 +6,8 @@ n dates in all.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Self
 
 import numpy as np
 import torch
@@ -16,17 +17,9 @@ from torch import Tensor
 
 from datasets.loader import FieldDataset, Loader, evaluation_batches, split_sample
 from verification.rollout import Forecast
-from verification.scores import RegionMeans, date_statistics, final_scores, statistic_names
+from verification.scores import RegionMeans, combine, date_statistics, final_scores, statistic_names
 from verification.scores_by_date import DIMS, Example
-from verification.tables import (
-    as_text,
-    by_variable,
-    combine,
-    describe_dates,
-    lead_hours,
-    score_table,
-    select,
-)
+from verification.tables import as_text, describe_dates, lead_hours, score_table, select
 
 Loss = Callable[[Tensor, Tensor], Tensor]
 # Of an ensemble: keys of metrics.jsonl, metrics of evaluate.py.
@@ -35,40 +28,41 @@ OF_MEMBERS = {"crps": "crps", "spread_skill": "unbiased_spread_skill_ratio"}
 
 @dataclass
 class Scores:
-    """Scores of a validation by forecast, in the form of `Evaluation.scores` without its first dimension, and
-    the loss of the model.
+    """Scores of "model" and the baselines in the form of `Evaluation.scores`, and the loss of the model.
 
     For an ensemble, "rmse" is the RMSE of its mean.
     """
 
     variables: Sequence[str]
-    by_forecast: dict[str, xr.Dataset]  # "model", baselines
+    by_forecast: xr.Dataset
     loss: float
 
     @property
-    def lead_hours(self) -> list[int]:
-        return lead_hours(self.by_forecast["model"])
-
-    @property
     def num_dates(self) -> list[int]:
-        """Return the number of dates with a truth, for each lead."""
-        return self.by_forecast["model"]["num_dates"].values.tolist()
+        """The number of dates with a truth, for each lead."""
+        return self.by_forecast["num_dates"].sel(forecast="model").values.tolist()
 
     def values(self, metric: str, name: str = "model") -> np.ndarray:
         """Return a score (L, V) of a forecast."""
-        scores = self.by_forecast[name]
+        scores = self.by_forecast.sel(forecast=name)
         return np.stack([select(scores, metric, variable).values for variable in self.variables], axis=-1)
+
+    def with_raw_weights(self, scores: Self) -> Self:
+        """Return these scores and those of another model, which are named "raw weights"."""
+        raw = scores.by_forecast.sel(forecast=["model"]).assign_coords(forecast=["raw weights"])
+        both = xr.concat([self.by_forecast, raw], "forecast", data_vars="all", coords="minimal")
+        return replace(self, by_forecast=both)
 
     def record(self, step: int) -> dict[str, float]:
         """Return the validation object of metrics.jsonl: keys of leads after the first end in @<hours>h."""
-        suffixes = ["", *(f"@{hours}h" for hours in self.lead_hours[1:])]
+        suffixes = ["", *(f"@{hours}h" for hours in lead_hours(self.by_forecast)[1:])]
         record: dict[str, float] = {"step": step, "val/loss": self.loss}
         record |= {f"val/dates{suffix}": n for suffix, n in zip(suffixes, self.num_dates, strict=True)}
         values = {"rmse": self.values("rmse")}
-        for name in [name for name in self.by_forecast if name != "model"]:
+        for name in self.by_forecast["forecast"].values[1:].tolist():
             values[f"rmse_{name.replace(' ', '_')}"] = self.values("rmse", name)
         for key, metric in OF_MEMBERS.items():
-            if metric in self.by_forecast["model"]["metric"]:
+            if metric in self.by_forecast["metric"]:
                 values[key] = self.values(metric)
         for key, table in values.items():
             keys = [f"val/{key}/{variable}{suffix}" for suffix in suffixes for variable in self.variables]
@@ -77,8 +71,8 @@ class Scores:
 
     def table(self) -> str:
         """Return the RMSE by variable and lead as text."""
-        title = f"validation over {describe_dates(self.by_forecast['model'])}"
-        return as_text(score_table(combine(self.by_forecast), "rmse", title))
+        title = f"validation over {describe_dates(self.by_forecast.sel(forecast='model'))}"
+        return as_text(score_table(self.by_forecast, "rmse", title))
 
 
 class ValidationEnded(Exception):
@@ -117,7 +111,7 @@ class Validation:
         self.batches = evaluation_batches(len(dataset), batch_size, *part)
         # One batch ahead: each has the truth at every lead.
         self.loader = Loader(dataset, self.batches, min(num_workers, 1), pin=device.type == "cuda")
-        self.known: dict[str, xr.Dataset] = {}
+        self.known: dict[str, xr.DataArray] = {}  # scores of the model and of the baselines
 
     @torch.no_grad()
     def run(
@@ -174,15 +168,12 @@ class Validation:
 
         # -- scores of all dates
         leads = np.array([steps * self.step_hours for steps in self.lead_steps], "timedelta64[h]")
-        units = {name: self.dataset.archive.units(name) for name in self.variables}
-        by_forecast: dict[str, xr.Dataset] = {}
         for name, (values, coords) in statistics.items():
-            coords |= {"lead_time": leads.astype("timedelta64[ns]")}
-            scores = final_scores(xr.DataArray(values.cpu().numpy(), coords, DIMS[1:]), self.members)
-            num_dates = scores.sel(metric="num_dates", drop=True).max(("variable", "region")).astype(int)
-            by_forecast[name] = by_variable(scores, self.variables, units).assign_coords(num_dates=num_dates)
-        self.known |= {name: scores for name, scores in by_forecast.items() if name != "model"}
-        by_forecast = {"model": by_forecast["model"], **self.known}
+            coords |= {"forecast": [name], "lead_time": leads.astype("timedelta64[ns]")}
+            scores = final_scores(xr.DataArray(values.cpu().numpy()[None], coords, DIMS), self.members)
+            self.known[name] = scores
+        units = {name: self.dataset.archive.units(name) for name in self.variables}
+        by_forecast = combine(list(self.known.values()), self.variables, units)
         return Scores(self.variables, by_forecast, (losses[0].sum() / losses[1].sum()).item())
 
     @torch.no_grad()
