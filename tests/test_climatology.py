@@ -111,6 +111,11 @@ def test_less_than_a_year_gives_means_by_hour_of_day(tmp_path: Path) -> None:
     opened = open_climatology(str(tmp_path / "c.zarr"))
     field = opened.field(np.datetime64("1999-07-07T18", "s"), ["2m_temperature"])
     np.testing.assert_array_equal(field[0], stored["2m_temperature"].sel(hour=18).values)
+    # One that is damaged is computed again.
+    exact, chunk = stored.load(), tmp_path / "c.zarr/hour/c/0"
+    chunk.write_bytes(chunk.read_bytes()[:-1])
+    compute_climatology(archive, ["2m_temperature"], np.arange(40), str(tmp_path / "c.zarr"))
+    xr.testing.assert_identical(xr.open_zarr(tmp_path / "c.zarr").load(), exact)
 
 
 @pytest.mark.parametrize(("first", "step", "hours"), [(0, 3, list(range(0, 24, 3))), (6, 12, [6, 18])])

@@ -120,7 +120,8 @@ def open_own_store(path: Path, consolidated: bool = False) -> xr.Dataset:
     try:
         options: Any = {"chunks": None, "consolidated": consolidated, "decode_cf": False}
         return xr.open_zarr(path, **options)
-    except (OSError, ValueError, KeyError, TypeError, ExceptionGroup):  # zarr's, of many files
+    # Zarr's, of many files; of zstd a RuntimeError, where a coordinate is damaged.
+    except (OSError, ValueError, KeyError, TypeError, RuntimeError, ExceptionGroup):
         return xr.Dataset()
 
 
