@@ -132,14 +132,20 @@ def start_job(
 ) -> Job:
     """Start a run of a trait on a layout in where/run. scratch: of all references and lives."""
     (ranks, *degrees), about = LAYOUTS[layout], TRAITS[trait]
-    if "base" in about:
-        base = step_folder(reference(scratch, about["base"], "1 rank") / "checkpoints", STEPS)
-        degrees.append(f"--checkpoint.initial_load_path={base}")
+    degrees += base_options(scratch, trait)
     more = {"NGPU": str(ranks), "PYTHONPATH": str(scratch)} | more
     # As in tests/parity.py: Adam would blow up the rounding of gradients that are zero but for that.
     more["ROSSBY_INJECTED"] = json.dumps({"eps": EPS} | plan | about.get("plan", {}))
     options = (*LIVES["options"], *about["options"], *degrees, *words)
     return Job(where / "tiny.toml", where / "run", *options, **more)
+
+
+def base_options(scratch: Path, trait: str) -> list[str]:
+    """Return the option of the model that adapters adapt; none for other traits."""
+    if not (base := TRAITS[trait].get("base")):
+        return []
+    folder = step_folder(reference(scratch, base, "1 rank") / "checkpoints", STEPS)
+    return [f"--checkpoint.initial_load_path={folder}"]
 
 
 def reference(scratch: Path, trait: str, layout: str) -> Path:
@@ -292,6 +298,7 @@ class Life:
             return
         other, run, program = self.folder / f"reader-{self.number}", self.run, "forecast.py"
         words = [f"--forecast.path={other}/forecast.zarr", "--forecast.num_steps=2"]
+        words += base_options(self.scratch, self.trait)
         if self.rng.random() < 0.5 and "base" not in self.about:
             run, program = other, "train.py"
             words = ["--training.steps=3", f"--checkpoint.initial_load_path={self.run}"]
