@@ -130,7 +130,7 @@ def train(config: Config, watchdog: Watchdog | None = None) -> None:
                     checkpointer.poll()
             if due.collect:
                 gc.collect(1)
-            if checkpointer and due.save and (stop or not state.bad_steps.now):
+            if checkpointer and due.save and (stop or not state.bad_steps.last_is_bad):
                 with span("checkpoint"):
                     checkpointer.save(step, state.state_dict())
                 metrics.start_interval()

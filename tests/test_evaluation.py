@@ -133,6 +133,16 @@ def test_dates_and_leads_without_truth_are_left_out(folder: Path) -> None:
         np.testing.assert_allclose(found.scores[name].sel(metric="mse"), expected.mean("time"), rtol=1e-14)
 
 
+def test_a_wind_vector_has_no_date_that_a_component_lacks(folder: Path) -> None:
+    forecast, truth, means = opened(folder)
+    stored = xr.open_zarr(folder / "forecast.zarr", decode_timedelta=True).load().drop_encoding()
+    stored["v_component_of_wind"][2] = np.nan
+    found = evaluate_one(open_forecast(write(stored, folder / "less.zarr")), truth, means).by_date
+    expected = evaluate_one(forecast, truth, means).by_date[WIND].sel(metric="mse").values
+    expected[2] = np.nan
+    np.testing.assert_array_equal(found[WIND].sel(metric="mse").values, expected)
+
+
 def test_only_what_is_asked_for(folder: Path) -> None:
     forecast, truth, _ = opened(folder)
     seen: list[int] = []

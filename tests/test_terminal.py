@@ -22,9 +22,7 @@ def shown(command: list[str], **environment: str) -> str:
     process = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=theirs, stderr=theirs)
     os.close(theirs)
     parts = []
-    with suppress(
-        OSError
-    ):  # Linux says so where the other end is closed by all processes; others give nothing
+    with suppress(OSError):  # of Linux, where all processes have closed the other end; others read nothing
         while part := os.read(ours, 65536):
             parts.append(part)
     os.close(ours)

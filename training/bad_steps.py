@@ -58,7 +58,7 @@ class BadSteps:
         # At the last check, equal on all ranks:
         self.skipped, self.diagnosis = 0, ""  # steps since this start; description of the last ones
         self.first = 0  # of the bad steps that lead to a rollback
-        self.now = False  # whether the last step is bad
+        self.last_is_bad = False  # the last step at the check
 
     @property
     def window(self) -> dict[str, Tensor]:
@@ -109,7 +109,7 @@ class BadSteps:
             first = min(recent, default=step + 1)
             self.diagnosis = f"{steps} were bad, the first at {first}{where}"
             logger.warning(f"{total - self.skipped} steps skipped: {self.diagnosis}")
-        self.skipped, self.now = total, bad[step % WINDOW]
+        self.skipped, self.last_is_bad = total, bad[step % WINDOW]
 
         if len(recent) > MOST_SKIPPED:
             self.first = recent[0]
@@ -117,14 +117,14 @@ class BadSteps:
         self.first = step + 1  # steps that were skipped earlier do not cause a rollback to before them
         while self.first - 1 in recent:
             self.first -= 1
-        return last and self.now
+        return last and self.last_is_bad
 
     def reset(self) -> None:
         """Start counting from zero, after a rollback."""
         self.bad.zero_()
         self.seen_here.zero_()
         self.losses.fill_(torch.nan)
-        self.now = False
+        self.last_is_bad = False
 
 
 def step_unless(bad: Tensor, optimizer: torch.optim.Optimizer) -> None:

@@ -222,7 +222,7 @@ def evaluate(
                 for v in range(0, len(m.rows), some)
             ]
             list(threads.map(fill_statistics, *zip(*tasks, strict=True)))  # raises errors of the threads
-            if number + 1 == len(steps) or steps[number + 1].dates is not block:  # its dates are complete
+            if number + 1 == len(steps) or steps[number + 1].dates != block:  # its dates are complete
                 for date in block:
                     # Only the squared error of a wind vector is defined, the sum over both components; of the
                     # areas it has that of u.
