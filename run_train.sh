@@ -12,7 +12,7 @@
 # It may be called from any folder: paths on the command line are the caller's, those in a configuration file begin at
 #   the project's folder, and a run whose job.dump_folder is not named lies in outputs/ there.
 # Exit codes: 0 done, 1 failed, 2 bad input, 75 to be started again: a signal or the time ended it, after a save if it had
-#   taken a step, 130 interrupted before the first step, or twice.
+#   taken a step, 130 Ctrl-C before the first step, or a second time.
 set -euo pipefail
 pwd -P >/dev/null 2>&1 || { echo "rossby: the current folder was removed; change to one that is there" >&2 && exit 2; }
 leave() { # at a signal before there are ranks

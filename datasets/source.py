@@ -333,7 +333,7 @@ def open_fields(
     roles = ROLE_OF_NAME | {name: role for role, names in (more_roles or {}).items() for name in names}
     selection, fields, unreadable = selection or {}, [], {}
     try:
-        with np.errstate(invalid="ignore"):  # coordinates without numbers are refused in one line
+        with np.errstate(invalid="ignore"):  # coordinates without numbers are refused below
             files = open_files(path, access)
             # -- a label must be somewhere in the file: another array may have other ones along the same
             # dimension

@@ -1,10 +1,10 @@
 """Watchdog: a thread of each rank that ends all ranks in bounded time when one has died, stalls or has left.
 
 Once a second every rank writes its heartbeat to the job's store. Rank 0 judges all of them, the others watch
-rank 0; every rank that reads a shutdown reason there ends. The watchdog alone decides how long a rank may
-take: `comm.timeout_seconds` before the end of the first step and in long phases, `comm.train_timeout_seconds`
-in all others. Process groups wait a little longer than the longest of these, so that the watchdog, which
-knows the stalled rank, reports first. The thread gets signals, too: the main thread may be inside C code.
+rank 0; every rank that reads a shutdown reason there ends. A rank may take `comm.timeout_seconds`
+before the end of the first step and in long phases, and `comm.train_timeout_seconds` in all other steps.
+Process groups wait a little longer than the longest of these, so that the watchdog, which knows the stalled
+rank, reports first. The thread gets signals, too: the main thread may be inside C code.
 """
 
 import faulthandler

@@ -142,7 +142,7 @@ def check_model(config: Config) -> None:
     if not lora.rank:
         return
     if model.name != "vit":
-        reason = f'adapts the matrices of a ViT, and model.name = "{model.name}" has none; set this to 0'
+        reason = f'adapts the matrices of a ViT, and model.name = "{model.name}" has none; set lora.rank = 0'
         refuse("lora.rank", lora.rank, reason)
     if not config.checkpoint.initial_load_path:
         reason = "adapts a trained model; name its run in checkpoint.initial_load_path"
