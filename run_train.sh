@@ -49,9 +49,9 @@ if [[ "$NNODES" != 1 ]]; then
     [[ "$NODE_RANK" =~ ^[0-9]+$ && "$NODE_RANK" -lt "$NNODES" ]] || refuse NODE_RANK "write this node's number, from 0"
 fi
 
-# What Python starts with is blocked until its handlers are set; coreutils before 8.31 cannot.
+# What Python starts with is blocked until its handlers are set; macOS and coreutils before 8.31 cannot.
 start=(env --block-signal=INT,TERM,USR1,HUP)
-"${start[@]}" true 2>/dev/null || start=()
+"${start[@]}" true 2>/dev/null || start=(env)
 asks=
 for word in "$@"; do
     case "$word" in -h | --help) asks=$word ;; esac
@@ -69,10 +69,9 @@ checks=$!
 wait "$checks"
 checks=
 # Processes that share a machine share its cores, or they take them from each other.
-export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$(($(nproc) > NGPU ? $(nproc) / NGPU : 1))}
-nodes=()
-if [[ "$NNODES" != 1 ]]; then
-    nodes=(--nnodes "$NNODES" --node-rank "$NODE_RANK" --rdzv-endpoint "$RDZV_ENDPOINT")
-fi
+cores=$(nproc 2>/dev/null || getconf _NPROCESSORS_ONLN) # macOS has no nproc
+export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$((cores > NGPU ? cores / NGPU : 1))}
+nodes=(--nnodes "$NNODES") # never empty: bash 3.2 takes an empty array for an unset variable
+[[ "$NNODES" == 1 ]] || nodes+=(--node-rank "$NODE_RANK" --rdzv-endpoint "$RDZV_ENDPOINT")
 exec "${start[@]}" "$PYTHON" -P -m jobs.torchrun --nproc-per-node "$NGPU" --max-restarts "$MAX_RESTARTS" "${nodes[@]}" \
     "$project/train.py" "$@"

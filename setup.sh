@@ -14,7 +14,7 @@ else
     if ! is_set_up; then
         # Two starts at once: the second waits, and finds it done.
         exec 9>"$project/.setup.lock"
-        flock 9 || echo "rossby: no locks in $project: one start at a time until .venv is there" >&2
+        flock 9 2>/dev/null || echo "rossby: no locks in $project: one start at a time until .venv is there" >&2
     fi
     if ! is_set_up; then
         for base in python3 python3.13 python3.14 python3.12 python3.11 ''; do

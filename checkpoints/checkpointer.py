@@ -239,6 +239,8 @@ class Checkpointer:
 
     def __init__(self, folder: Path, settings: Checkpoint, config_toml: str, about: dict[str, Any]) -> None:
         self.folder, self.mode, self.keep = folder.absolute(), settings.async_mode, settings.keep_latest_k
+        if self.mode == "async_with_pinned_mem" and not os.path.isdir(SHARED_MEMORY):
+            self.mode = "async"  # macOS, where nothing ends a process with its parent either
         self.config_toml = config_toml
         self.about = {**about, "ranks": dist.get_world_size(), "versions": {"torch": torch.__version__}}
         self.group = cpu_group()  # its own, so that a saving thread does not mix with training's collectives

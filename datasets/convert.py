@@ -10,12 +10,11 @@ about 3.5 GiB of memory at most. Exit codes: 0, 1 an error of the disk or a lost
 """
 
 from errors import DataError, RunFailed, one_line_errors, print_message, refuse, without_secrets
-from jobs.signals import end_at_signals
+from jobs.signals import end_at_signals, end_with_parent
 
 if __name__ == "__main__":
     end_at_signals()  # before the imports, which take a second
 
-import ctypes
 import errno
 import fcntl
 import glob
@@ -569,7 +568,7 @@ class Conversion:
                     tasks.append(delayed(self.write_part)((first, min(first + shard, count), names)))
         # Processes, not threads: HDF5 has one lock per process, and packing needs Python's lock.
         kind = None if scheduler else "processes" if workers > 1 else "synchronous"
-        ending: Any = {"multiprocessing.initializer": partial(_end_with, os.getpid())}
+        ending: Any = {"multiprocessing.initializer": partial(_start_worker, os.getpid())}
         with ExitStack() as stack:
             if scheduler:
                 try:
@@ -669,12 +668,10 @@ class Conversion:
 # -- processes
 
 
-def _end_with(parent: int) -> None:
+def _start_worker(parent: int) -> None:
     """Make a worker end with its parent, which alone handles Ctrl-C."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
-    if os.getppid() != parent:
-        os._exit(1)
+    end_with_parent(parent)
 
 
 # -- the first start of a run

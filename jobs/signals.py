@@ -60,14 +60,20 @@ def is_of_torchelastic(number: int) -> bool:
     return number == signal.SIGTERM and folder is not None and not (folder / errors.SIGNALLED).exists()
 
 
-def end_with_trainer() -> None:
-    """Let this process, which a trainer has started, end with it: after a kill it must not write into the
-    folder of the next run.
+def end_with_parent(parent: int) -> None:
+    """Let this process end with the one that has started it, on Linux: after a kill it must not write into
+    the folder of the next run.
     """
-    if TRAINER in os.environ:  # else it is a process of a conversion, before the run
-        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG, with the thread that has started it
-        if os.environ[TRAINER] != str(os.getppid()):  # which has ended before that
-            os._exit(1)
+    if prctl := getattr(ctypes.CDLL(None), "prctl", None):
+        prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG, with the thread that has started it
+    if os.getppid() != parent:  # which has ended before that
+        os._exit(1)
+
+
+def end_with_trainer() -> None:
+    """Let this process end with its trainer, if one has started it and no conversion before the run."""
+    if TRAINER in os.environ:
+        end_with_parent(int(os.environ[TRAINER]))
 
 
 def signal_socket() -> socket.socket:

@@ -250,6 +250,14 @@ def test_little_shared_memory_is_logged_and_a_thread_writes(build, tmp_path, cap
     assert complete_steps(tmp_path) == [1]
 
 
+def test_without_shared_memory_a_thread_writes(build, tmp_path, monkeypatch):
+    """As on macOS."""
+    monkeypatch.setattr("checkpoints.checkpointer.SHARED_MEMORY", str(tmp_path / "none"))
+    run, checkpointer = Run(), build("async_with_pinned_mem")
+    run.step_and_save(checkpointer)
+    assert not checkpointer.process and complete_steps(tmp_path) == [1]
+
+
 def test_host_memory_does_not_grow_with_saves(build):
     run, checkpointer = Run(width=20_000), build("async_with_pinned_mem", keep=1)  # 2 MB with its moments
     run.step()

@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shutil
 import signal
 import socket
 import subprocess
@@ -175,3 +176,16 @@ def test_a_run_whose_rank_is_killed_twice_ends_as_if_undisturbed(start_job, tmp_
     undisturbed = start_job(config_file, tmp_path / "undisturbed", *options, NGPU="2")
     assert undisturbed.end() == 0, undisturbed.output
     assert losses(run) == losses(tmp_path / "undisturbed")
+
+
+def test_a_machine_without_linuxs_tools_starts_as_others_do(tmp_path):
+    """macOS has no nproc, flock or getent, and its env blocks no signals."""
+    for name in ("bash", "dirname", "readlink", "date", "grep", "tr", "getconf", "cat"):
+        (tmp_path / name).symlink_to(str(shutil.which(name)))
+    (tmp_path / "env").write_text('#!/bin/bash\n[[ "$1" != --* ]] && exec "$@"\n')
+    (tmp_path / "env").chmod(0o755)
+    environment = {"PATH": str(tmp_path), "ROSSBY_PYTHON": shutil.which("echo"), "NGPU": "2"}
+    ended = subprocess.run([ROOT / "run_train.sh", "--x=1"], env=environment, capture_output=True, text=True)
+    assert (ended.returncode, ended.stderr) == (0, "")
+    started = ended.stdout.splitlines()[-1]
+    assert "jobs.torchrun --nproc-per-node 2" in started and started.endswith("train.py --x=1")
