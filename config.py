@@ -378,7 +378,11 @@ class ActivationCheckpoint:
 
 @dataclass(frozen=True)
 class Compile:
-    enable: bool = option(False, "Compile each block (torch.compile); blocks of one shape share the result.")
+    enable: bool = option(
+        False,
+        "Compile each block (torch.compile, which needs g++ and Python's headers); blocks of one shape share "
+        "the result.",
+    )
 
 
 @dataclass(frozen=True)

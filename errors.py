@@ -40,6 +40,9 @@ STOP_SIGNALS = [
 # Marker files of a host's ranks: one has reported, they have saved, the launcher has sent them a signal, and
 # they ignore signals because the exit code of the run is known.
 REPORTED, SAVED, SIGNALLED, ENDED = "reported", "saved", "signalled", "ended"
+# Errors of torch.compile where a compiler is missing or fails: torch's for a CPU, Triton's for a GPU.
+COMPILER_ERRORS = ("InvalidCxxCompiler", "CppCompileError", "CalledProcessError")
+COMPILER_REASON = re.compile(r"(fatal error: |cannot find |No working |Failed to find ).*")
 REPORT_SECONDS = 60.0  # in which ranks without a launcher report once on each host
 
 
@@ -97,16 +100,31 @@ def as_user_error(error: PermissionError, path: object = "") -> DataError:
     return DataError(f"{name}: permission denied; give the user of this run the right to it")
 
 
+def as_known_error(error: BaseException) -> BaseException:
+    """Return the user's error in the place of a library's that a user can mend, or else `error`."""
+    if isinstance(error, PermissionError):
+        return as_user_error(error)
+    # torch.compile needs a compiler, Python's headers, and for a CPU a folder without spaces.
+    cause = getattr(error, "inner_exception", None)
+    if type(cause).__name__ in COMPILER_ERRORS or "C compiler" in str(cause):
+        reason = COMPILER_REASON.search(str(cause))
+        return ConfigError(
+            f"compile.enable = True: no C++ compiler that works ({reason[0] if reason else cause}); install "
+            "g++ and Python's headers (python3-dev), have no space in the path of torch, or set it to false"
+        )
+    return error
+
+
 def one_line(error: BaseException) -> str | None:
     """Return the line of a user's error or of a failed run; None for a bug of the project."""
-    error = as_user_error(error) if isinstance(error, PermissionError) else error
+    error = as_known_error(error)
     if isinstance(error, UserError | RunFailed):
         return without_secrets(" ".join(str(error).splitlines()))
     return None
 
 
 def exit_code(error: BaseException) -> int:
-    return BAD_INPUT if isinstance(error, UserError | PermissionError) else FAILED
+    return BAD_INPUT if isinstance(as_known_error(error), UserError) else FAILED
 
 
 def print_message(text: str) -> None:
