@@ -23,7 +23,11 @@ else
         done
         started=$SECONDS
         echo "rossby: setting up .venv from requirements.txt (once; some minutes)" >&2
-        [[ -x "$PYTHON" ]] || "$base" -m venv "$project/.venv"
+        # Debian's Python makes the folder without pip, and the next start would find it.
+        "$PYTHON" -m pip --version &>/dev/null || "$base" -m venv "$project/.venv" || {
+            echo "rossby: $base has no pip for .venv; on Debian and Ubuntu: apt install python3-venv" >&2
+            exit 2
+        }
         # Twice quiet: errors alone, no warning about a place that lacks a package.
         "$PYTHON" -m pip install --quiet --quiet --disable-pip-version-check --no-compile -r "$project/requirements.txt"
         # On all cores, where pip takes one; not the tests of packages, a quarter of their lines, which nothing imports.

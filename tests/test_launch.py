@@ -77,6 +77,27 @@ def test_an_environment_of_uv_is_left_to_uv(tmp_path):
     assert (ended.returncode, ended.stdout, ended.stderr) == (0, "used\n", "")
 
 
+def test_a_python_without_pip_is_one_line_until_it_has_one(tmp_path):
+    """Debian's makes the folder, says what to install, and fails; the next start found it without pip."""
+    made = tmp_path / ".venv" / "bin" / "python"
+    for name in ("setup.sh", "requirements.txt"):
+        (tmp_path / name).write_bytes((ROOT / name).read_bytes())
+    base = tmp_path / "python3"
+    environment = os.environ | {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    environment.pop("ROSSBY_PYTHON", None)
+    ends = []
+    for code in (1, 0):  # of venv, and of what it has made
+        make = (
+            f"mkdir -p {made.parent}; printf '#!/bin/sh\\nexit {code}' >{made}; chmod +x {made}; exit {code}"
+        )
+        base.write_text(f'#!/bin/sh\n[ "$1" = -c ] && exit 0\n{make}\n')
+        base.chmod(0o755)
+        command = ["bash", "-c", "set -euo pipefail; source ./setup.sh"]
+        ends.append(subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True))
+    assert [ended.returncode for ended in ends] == [2, 0] and (tmp_path / ".venv/installed.txt").exists()
+    assert "apt install python3-venv" in ends[0].stderr.splitlines()[-1]
+
+
 def test_a_port_in_use_is_one_line():
     with socket.create_server(("127.0.0.1", 0)) as server:
         endpoint = f"127.0.0.1:{server.getsockname()[1]}"
