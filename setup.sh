@@ -7,8 +7,9 @@ if [[ -n "${ROSSBY_PYTHON:-}" ]]; then
     command -v "$PYTHON" >/dev/null || { echo "rossby: ROSSBY_PYTHON = $PYTHON: not an interpreter" >&2; exit 2; }
 else
     PYTHON=$project/.venv/bin/python
-    # An environment made by `uv sync` has no pip; uv keeps it up to date.
+    # An environment made by `uv sync` has no pip; uv keeps it up to date. One whose Python was removed is made again.
     is_set_up() {
+        [[ -x "$PYTHON" ]] || return 1
         cmp -s "$project/requirements.txt" "$project/.venv/installed.txt" || grep -qs '^uv = ' "$project/.venv/pyvenv.cfg"
     }
     if ! is_set_up; then
@@ -23,13 +24,17 @@ else
         done
         started=$SECONDS
         echo "rossby: setting up .venv from requirements.txt (once; some minutes)" >&2
+        [[ -x "$PYTHON" ]] || rm -f "$project/.venv/bin/python"* # links to a Python that is gone
         # Debian's Python makes the folder without pip, and the next start would find it.
         "$PYTHON" -m pip --version &>/dev/null || "$base" -m venv "$project/.venv" || {
             echo "rossby: $base has no pip for .venv; on Debian and Ubuntu: apt install python3-venv" >&2
             exit 2
         }
         # Twice quiet: errors alone, no warning about a place that lacks a package.
-        "$PYTHON" -m pip install --quiet --quiet --disable-pip-version-check --no-compile -r "$project/requirements.txt"
+        "$PYTHON" -m pip install --quiet --quiet --disable-pip-version-check --no-compile -r "$project/requirements.txt" || {
+            echo "rossby: requirements.txt is not installed, see above; the same command goes on from here" >&2
+            exit 1
+        }
         # On all cores, where pip takes one; not the tests of packages, a quarter of their lines, which nothing imports.
         "$PYTHON" -m compileall -qq -j 0 -x "site-packages/.*/tests/" "$project/.venv/lib" || true
         cp "$project/requirements.txt" "$project/.venv/installed.txt"

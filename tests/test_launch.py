@@ -77,25 +77,42 @@ def test_an_environment_of_uv_is_left_to_uv(tmp_path):
     assert (ended.returncode, ended.stdout, ended.stderr) == (0, "used\n", "")
 
 
-def test_a_python_without_pip_is_one_line_until_it_has_one(tmp_path):
-    """Debian's makes the folder, says what to install, and fails; the next start found it without pip."""
-    made = tmp_path / ".venv" / "bin" / "python"
+def set_up(folder: Path, venv: int, install: int = 0) -> subprocess.CompletedProcess[str]:
+    """Source setup.sh in a project whose `python -m venv` and `pip install` end with these codes."""
+    python = folder / ".venv" / "bin" / "python"
+    made = f'#!/bin/sh\n[ "$4" = --quiet ] && exit {install}\nexit {venv}\n'  # pip install, pip --version
+    make = f"mkdir -p {python.parent}; ln -sf {folder}/made {python}; exit {venv}"
+    base = f'#!/bin/sh\n[ "$1" = -c ] && exit 0\n{make}\n'
+    for name, text in {"made": made, "python3": base}.items():
+        (folder / name).write_text(text)
+        (folder / name).chmod(0o755)
     for name in ("setup.sh", "requirements.txt"):
-        (tmp_path / name).write_bytes((ROOT / name).read_bytes())
-    base = tmp_path / "python3"
-    environment = os.environ | {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
+        (folder / name).write_bytes((ROOT / name).read_bytes())
+    environment = os.environ | {"PATH": f"{folder}:{os.environ['PATH']}"}
     environment.pop("ROSSBY_PYTHON", None)
-    ends = []
-    for code in (1, 0):  # of venv, and of what it has made
-        make = (
-            f"mkdir -p {made.parent}; printf '#!/bin/sh\\nexit {code}' >{made}; chmod +x {made}; exit {code}"
-        )
-        base.write_text(f'#!/bin/sh\n[ "$1" = -c ] && exit 0\n{make}\n')
-        base.chmod(0o755)
-        command = ["bash", "-c", "set -euo pipefail; source ./setup.sh"]
-        ends.append(subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True))
-    assert [ended.returncode for ended in ends] == [2, 0] and (tmp_path / ".venv/installed.txt").exists()
-    assert "apt install python3-venv" in ends[0].stderr.splitlines()[-1]
+    command = ["bash", "-c", "set -euo pipefail; source ./setup.sh"]
+    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
+
+
+def test_a_python_without_pip_is_one_line_until_it_has_one(tmp_path):
+    """Debian's makes the folder and fails; the next start found it without pip."""
+    ended = set_up(tmp_path, venv=1)
+    assert ended.returncode == 2 and "apt install python3-venv" in ended.stderr.splitlines()[-1]
+    assert set_up(tmp_path, venv=0).returncode == 0 and (tmp_path / ".venv" / "installed.txt").exists()
+
+
+def test_packages_that_are_not_installed_are_tried_again(tmp_path):
+    ended = set_up(tmp_path, venv=0, install=1)
+    assert ended.returncode == 1 and "is not installed" in ended.stderr.splitlines()[-1]
+    assert set_up(tmp_path, venv=0).returncode == 0
+
+
+def test_an_environment_whose_python_was_removed_is_made_again(tmp_path):
+    assert set_up(tmp_path, venv=0).returncode == 0
+    python = tmp_path / ".venv" / "bin" / "python"
+    python.unlink()
+    python.symlink_to(tmp_path / "gone")
+    assert set_up(tmp_path, venv=0).returncode == 0 and python.is_file()
 
 
 def test_a_port_in_use_is_one_line():
