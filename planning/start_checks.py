@@ -26,9 +26,10 @@ import os
 import re
 import shutil
 import socket
+import subprocess
 import traceback
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryFile
@@ -42,7 +43,7 @@ from config import Config, Data
 from datasets.grid import Grid, latitude_bounds
 from datasets.options import COPIES_AHEAD
 from datasets.selection import Selection, check_outside_source, convert_selection, open_for_training
-from errors import RunFailed, one_line_errors, print_message, refuse, require
+from errors import ConfigError, RunFailed, one_line_errors, print_message, refuse, require
 from jobs.heartbeat import activity
 from jobs.log_setup import start_logging
 from jobs.preemption import started_at
@@ -112,6 +113,15 @@ def check_machine(config: Config) -> None:
     name, number = local_ranks()
     check_processes(name, number)
     num_gpus = torch.cuda.device_count()
+    # GPUs that torch does not see would leave their run to the CPU, unless they are hidden on purpose.
+    if not num_gpus and os.environ.get("CUDA_VISIBLE_DEVICES", "all") not in ("", "-1", "NoDevFiles"):
+        with suppress(OSError, subprocess.SubprocessError):
+            command = ["nvidia-smi", "--list-gpus"]
+            listed = subprocess.run(command, capture_output=True, text=True, timeout=60).stdout
+            if gpus := re.findall("^GPU ", listed, re.MULTILINE):
+                sees = f"nvidia-smi lists {len(gpus)} GPUs, and torch {torch.__version__} sees none"
+                fix = "install a torch for this driver, or train on the CPU with CUDA_VISIBLE_DEVICES=''"
+                raise ConfigError(f"{sees}; {fix}")
     reason = f"this machine has {num_gpus} GPU(s); start at most one process on each"
     require(number <= num_gpus or not num_gpus, name, number, reason)
     # Schedules of a pipeline that an older torch has, and cannot run.
