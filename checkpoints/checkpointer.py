@@ -56,7 +56,7 @@ logger = logging.getLogger(__name__)
 RETRY_SECONDS = (1, 2, 4, 8, 16)  # before each further attempt at the last save
 READ_SECONDS = (1, 4, 15)  # before each further attempt to read what the disk or the network does not give
 SHARED_MEMORY = "/dev/shm"  # the checkpoint process reads the tensors from there
-OPEN_FILES = 65536  # each tensor there has a file descriptor
+OPEN_FILES, OTHER_FILES = 65536, 200  # each tensor there has a file descriptor, two while it is sent
 NO_CHECKPOINT = "no checkpoint there, or damaged ones only; name the folder of a run, or a step-... in it"
 
 
@@ -196,7 +196,9 @@ class CheckpointProcess:
         blocked = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
         os.environ[TRAINER] = str(os.getpid())
         self.thread = ThreadPoolExecutor(1)  # with which the process would end
-        self.started = self.thread.submit(_async_process_executor._AsyncCheckpointProcess, info)
+        # Known before it has started: it waits for those of the other ranks, of which one may have died.
+        self.process = object.__new__(_async_process_executor._AsyncCheckpointProcess)
+        self.started = self.thread.submit(self.process.__init__, info)
         signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
         _async_process_executor._CHECKPOINT_PROCESS = cast(Any, self)
         atexit.register(self.close)  # before multiprocessing waits for a process that ignores SIGTERM
@@ -204,7 +206,8 @@ class CheckpointProcess:
     def save(self, **options: Any) -> Metadata:
         """Called by dcp.async_save, in a thread. Raises RuntimeError if the process was killed."""
         try:
-            return self.started.result().save(**options)
+            self.started.result()
+            return self.process.save(**options)
         except ConnectionError as error:
             self.is_lost = True  # a process that is being killed still counts as alive for a while
             raise RuntimeError(f"Checkpoint background process is dead ({error})") from None
@@ -215,14 +218,20 @@ class CheckpointProcess:
         if not self.started.done():
             return True
         is_open = not self.is_lost and not self.started.exception()
-        return is_open and self.started.result()._save_process.is_alive()
+        return is_open and self.process._save_process.is_alive()
 
     def close(self) -> None:
         """End the process, with no save in flight."""
         atexit.unregister(self.close)
-        if not self.started.exception():
-            self.started.result()._save_process.kill()
-            self.started.result()._save_process.join()
+        is_started = False
+        while not is_started:  # its start ends with it, and may wait for a process of another rank in vain
+            is_started = self.started.done()
+            process = getattr(self.process, "_save_process", None)
+            if process and process.pid:
+                process.kill()
+            time.sleep(0.01 * (not is_started))
+        if process and process.pid:
+            process.join()
         self.store.clear()
 
 
@@ -299,19 +308,24 @@ class Checkpointer:
         if not all(is_ready for _, is_ready in answers):
             self.start_process()
         if self.process and not self.stager:
-            # The copies of all ranks of this host are there.
+            # The copies of all ranks of this host are there, and each rank has two files open for one of its own.
             local = [t.to_local() if isinstance(t, DTensor) else t for t in tensors.values()]
             needed = max(from_all_ranks(sum(tensor.nbytes for tensor in local)))
             needed *= int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
             free = min(from_all_ranks(shutil.disk_usage(SHARED_MEMORY).free))
-            if needed > free:
+            most_files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+            too_many = max(from_all_ranks(2 * len(local) + OTHER_FILES - most_files)) > 0
+            if needed > free or too_many:
                 self.process, self.mode = self.process.close(), "async"
-                if dist.get_rank() == 0:
-                    logger.warning(
-                        f"{SHARED_MEMORY} has {free / 1e6:,.0f} MB free, a checkpoint needs "
-                        f"{needed / 1e6:,.0f} MB there (docker run --shm-size); checkpoints are written in a "
-                        "thread, which slows training"
+                reason = f"{SHARED_MEMORY} has {free / 1e6:,.0f} MB free, a checkpoint needs "
+                reason += f"{needed / 1e6:,.0f} MB there (docker run --shm-size)"
+                if too_many:
+                    reason = (
+                        f"a process may have {most_files} files open (ulimit -n), too few for a checkpoint"
                     )
+                if dist.get_rank() == 0:
+                    reason += "; checkpoints are written in a thread, which slows training"
+                    logger.warning(reason)
         if on_gpu:
             torch.cuda.current_stream().synchronize()  # torch's stager copies on a stream of its own
         if not self.stager and self.mode != "disabled":

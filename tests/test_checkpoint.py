@@ -11,13 +11,14 @@ import time
 from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from checkpoints.checkpointer import Checkpointer
+from checkpoints.checkpointer import Checkpointer, CheckpointProcess
 from checkpoints.files import check_steps, complete_steps, read_manifest, step_folder, stored_tensors
 from config import Checkpoint, Training
 from tests.conftest import memory_kib
@@ -199,13 +200,19 @@ def test_a_folder_that_vanished_is_made_again(build, tmp_path):
     assert complete_steps(folder) == [1]
 
 
+def started_process(checkpointer: Checkpointer) -> Any:
+    assert checkpointer.process
+    checkpointer.process.started.result()
+    return checkpointer.process.process._save_process
+
+
 def test_the_process_listens_on_this_host_alone_and_ends_by_no_signal_to_all(build, tmp_path):
     run, checkpointer = Run(), build("async_with_pinned_mem")
     port = f":{checkpointer.process.store[0].port:04X}"
     listening = Path("/proc/net/tcp").read_text() + Path("/proc/net/tcp6").read_text()
     addresses = [line.split()[1] for line in listening.splitlines() if port in line and " 0A " in line]
     assert addresses == ["0100007F" + port]
-    process = checkpointer.process.started.result()._save_process
+    process = started_process(checkpointer)
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
         os.kill(process.pid, number)
     run.step_and_save(checkpointer)
@@ -223,14 +230,14 @@ def test_a_full_disk_and_the_death_of_the_process_cost_a_save_each(build, tmp_pa
     assert os.strerror(errno.ENOSPC) in caplog.text and "training goes on" in caplog.text
     assert complete_steps(tmp_path) == [1] and not unfinished.exists()
 
-    process = checkpointer.process.started.result()._save_process
+    process = started_process(checkpointer)
     process.kill()  # while it writes nothing
     process.join()
     run.step_and_save(checkpointer)
     assert complete_steps(tmp_path) == [1, 3]
 
     run.step()
-    process = checkpointer.process.started.result()._save_process
+    process = started_process(checkpointer)
     os.kill(process.pid, signal.SIGSTOP)
     run.save(checkpointer)
     checkpointer.wait_for_staging()
@@ -242,12 +249,29 @@ def test_a_full_disk_and_the_death_of_the_process_cost_a_save_each(build, tmp_pa
     assert complete_steps(tmp_path) == [1, 3, 5] and not list(tmp_path.glob("*.incomplete"))
 
 
+def test_a_process_that_waits_for_one_that_has_died_ends(one_rank, monkeypatch):
+    """Its rank waited for its start for ten minutes, and the watchdog ended the run."""
+    with monkeypatch.context() as patch:  # the process of another rank, which does not come
+        patch.setattr("checkpoints.checkpointer.dist.get_world_size", lambda *_: 2)
+        process = CheckpointProcess()
+    started = time.monotonic()
+    process.close()
+    assert time.monotonic() - started < 10 and process.started.exception()
+
+
 def test_little_shared_memory_is_logged_and_a_thread_writes(build, tmp_path, caplog, monkeypatch):
     run, checkpointer = Run(), build("async_with_pinned_mem")
     monkeypatch.setattr("checkpoints.checkpointer.shutil.disk_usage", lambda _: SimpleNamespace(free=10**3))
     run.step_and_save(checkpointer)
     assert "/dev/shm has 0 MB free" in caplog.text and not checkpointer.process
     assert complete_steps(tmp_path) == [1]
+
+
+def test_few_open_files_are_logged_and_a_thread_writes(build, tmp_path, caplog, monkeypatch):
+    run, checkpointer = Run(), build("async_with_pinned_mem")
+    monkeypatch.setattr("checkpoints.checkpointer.resource.getrlimit", lambda _: (210, 210))
+    run.step_and_save(checkpointer)
+    assert "210 files open" in caplog.text and not checkpointer.process and complete_steps(tmp_path) == [1]
 
 
 def test_without_shared_memory_a_thread_writes(build, tmp_path, monkeypatch):
@@ -267,7 +291,7 @@ def test_host_memory_does_not_grow_with_saves(build):
         run.save(checkpointer)
         if save in (5, 24):
             checkpointer.wait()
-            sizes.append(memory_kib() + memory_kib(checkpointer.process.started.result()._save_process.pid))
+            sizes.append(memory_kib() + memory_kib(started_process(checkpointer).pid))
     assert sizes[1] - sizes[0] < 10_000  # KiB; 19 saves are 38 MB, and other tests leave gaps to fill
 
 
@@ -369,7 +393,7 @@ if __name__ == "__main__":
     checkpointer.start_process()
 """
 ORPHAN = """
-    child = checkpointer.process.started.result()._save_process.pid
+    child = checkpointer.process.started.result() or checkpointer.process.process._save_process.pid
     os.kill(child, signal.SIGSTOP)  # as in a write that takes long
     checkpointer.save(1, {"weight": torch.ones(2)})
     print(child, flush=True)
