@@ -308,7 +308,7 @@ class Checkpointer:
         if not all(is_ready for _, is_ready in answers):
             self.start_process()
         if self.process and not self.stager:
-            # The copies of all ranks of this host are there, and each rank has two files open for one of its own.
+            # The copies of all ranks of this host are there, and a rank has two files open for each it made.
             local = [t.to_local() if isinstance(t, DTensor) else t for t in tensors.values()]
             needed = max(from_all_ranks(sum(tensor.nbytes for tensor in local)))
             needed *= int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
@@ -320,9 +320,7 @@ class Checkpointer:
                 reason = f"{SHARED_MEMORY} has {free / 1e6:,.0f} MB free, a checkpoint needs "
                 reason += f"{needed / 1e6:,.0f} MB there (docker run --shm-size)"
                 if too_many:
-                    reason = (
-                        f"a process may have {most_files} files open (ulimit -n), too few for a checkpoint"
-                    )
+                    reason = f"a process may have {most_files} files open, too few for a save (ulimit -n)"
                 if dist.get_rank() == 0:
                     reason += "; checkpoints are written in a thread, which slows training"
                     logger.warning(reason)
