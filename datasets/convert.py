@@ -67,6 +67,7 @@ from datasets.shards import write_shard
 from datasets.source import TRAINING_STORE, find_files
 from datasets.statistics import CHANGE, IMPLAUSIBLE, LARGEST, MISSING, NUM_COLUMNS, STATE, refuse_fills
 from datasets.variables import expand_levels, split_name, units, usual_range
+from jobs import machine
 from jobs.durable_files import replacing
 
 logger = logging.getLogger(__name__)
@@ -77,6 +78,7 @@ SAMPLED_DATES = 16  # for scales and offsets of float16
 COMPARED_DATES = 64  # of an array, on which a source whose files have changed is compared with its store
 LARGEST_RMS = 1 / 200  # largest RMS error of a float16 field, in units of the scale
 LARGEST_FIRST_START = 100 * 2**30  # bytes that a first start converts; more takes hours
+WORKER_BYTES = 7 * 2**29  # of memory that a worker needs
 SINGLE_PROCESS = 2**31  # bytes that are converted without workers, which take seconds to start
 AXES = ("time", "latitude", "longitude")
 OTHER_NAMES = {*AXES, "moments", "sums"}  # in a store, besides its variables
@@ -668,6 +670,11 @@ class Conversion:
 # -- processes
 
 
+def most_workers() -> int:
+    """Return the number of workers that the cores and the memory of this process suffice for."""
+    return max(1, min(machine.num_cores(), machine.memory() // WORKER_BYTES))
+
+
 def _start_worker(parent: int) -> None:
     """Make a worker end with its parent, which alone handles Ctrl-C."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -716,7 +723,7 @@ def main(argv: list[str]) -> int:
     if any(word.split("=")[0] == "--job.config_file" for word in argv):
         data = start(argv, __doc__, lambda config: check_data(config.data)).data
         request, archive, target = Request.of(data), open_source(data), store_of(data)
-        options = Namespace(workers=os.cpu_count() or 1, scheduler="")
+        options = Namespace(workers=most_workers(), scheduler="")
     else:
         parser = OneLineParser("datasets.convert", __doc__)
         add = parser.add_argument

@@ -5,7 +5,6 @@ longitudes, T dates, h states of a window (datasets/loader.py).
 """
 
 import logging
-import os
 import shutil
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
@@ -33,6 +32,7 @@ from datasets.convert import (
     Request,
     check_first_start,
     lock,
+    most_workers,
     open_source,
     store_of,
 )
@@ -204,7 +204,7 @@ def convert_selection(
                     f"{len(conversion.names)} variables, at most {size:.2f} GiB, to {target} "
                     f"({free:.1f} GiB free), once"
                 )
-            conversion.run(1 if conversion.num_bytes < SINGLE_PROCESS else os.cpu_count() or 1)
+            conversion.run(1 if conversion.num_bytes < SINGLE_PROCESS else most_workers())
     return open_selection(stored(data), patch_size, lead_hours, rollout_steps)
 
 

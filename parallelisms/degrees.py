@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from config import Config, Parallelism
 from errors import refuse
+from jobs import machine
 from models.registry import registered
 
 # From the slowest to the fastest varying axis: consecutive ranks, which share a node, are on tp, then cp,
@@ -112,7 +113,7 @@ def number_in_environment(name: str) -> int:
 
 def check_processes(name: str, number: int) -> None:
     """Raise ConfigError if so many processes do not fit this machine, with any model."""
-    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    memory = machine.memory()
     if number * SMALLEST_PROCESS > memory:
         most = memory // SMALLEST_PROCESS
         refuse(name, number, f"processes on a machine of {memory / 2**30:.0f} GiB; at most {most} fit it")

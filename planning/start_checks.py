@@ -44,6 +44,7 @@ from datasets.grid import Grid, latitude_bounds
 from datasets.options import COPIES_AHEAD
 from datasets.selection import Selection, check_outside_source, convert_selection, open_for_training
 from errors import ConfigError, RunFailed, one_line_errors, print_message, refuse, require
+from jobs import machine
 from jobs.heartbeat import activity
 from jobs.log_setup import start_logging
 from jobs.preemption import started_at
@@ -61,7 +62,6 @@ from planning.cost import checkpoint_size, checkpoint_storage
 from planning.search import Plan, cheapest_changes, plan
 from planning.workload import workload_of
 from training.loggers.opening import check_loggers
-from training.process_settings import host_memory
 
 # Messages of allocators: CUDA's error has a class of its own, torch's on the host is a RuntimeError. oneDNN
 # gives its message for any reason, so an allocation, which takes no memory, is tried afterwards.
@@ -87,7 +87,7 @@ def open_checked(config: Config) -> Selection:
 
     # -- a lower bound of any run: the parameters of the ranks here, and the fields of one batch
     gpus, batch = range(torch.cuda.device_count()), config.training.local_batch_size
-    memory = host_memory() + sum(torch.cuda.get_device_properties(gpu).total_memory for gpu in gpus)
+    memory = machine.memory() + sum(torch.cuda.get_device_properties(gpu).total_memory for gpu in gpus)
     width = "dim" if isinstance(model, TokenModel) else "width"
     hosts = max(num_ranks() // local_ranks()[1], 1)
     parameters = 4 * sum(parameter.numel() for parameter in model.parameters()) // hosts
@@ -208,7 +208,8 @@ def plan_here(config: Config, selection: Selection, world_size: int) -> Plan | N
         memory = min(cluster.device.memory, torch.cuda.mem_get_info()[0] + torch.cuda.memory_reserved())
         work = work.replace(copies_ahead=COPIES_AHEAD)
     else:  # which the ranks share
-        memory, cluster = host_memory() // local, replace(cluster, host_memory=host_memory())
+        host_memory = machine.memory()
+        memory, cluster = host_memory // local, replace(cluster, host_memory=host_memory)
     device = replace(cluster.device, memory=memory)
     return plan(work, replace(cluster, device=device, devices_per_node=local, devices=world_size))
 

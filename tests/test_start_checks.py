@@ -6,6 +6,7 @@ import subprocess
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -114,7 +115,7 @@ def test_a_model_that_does_not_fit_names_what_would(tmp_path: Path) -> None:
 )
 def test_sizes_that_the_machine_does_not_hold_are_refused(tmp_path, monkeypatch, more):
     options = ["--job.config_file", str(write_config(tmp_path)), "--job.dump_folder", str(tmp_path / "run")]
-    monkeypatch.setattr("planning.start_checks.host_memory", lambda: 2**24)
+    monkeypatch.setattr("planning.start_checks.machine", SimpleNamespace(memory=lambda: 2**24))
     open_checked(load_checked(options))
     with pytest.raises(ConfigError, match="GiB, and this machine has"):
         open_checked(load_checked([*options, *more.split()]))

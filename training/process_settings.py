@@ -7,6 +7,8 @@ from contextlib import contextmanager
 
 import torch
 
+from jobs import machine
+
 # On a CPU the activations of a step are in the heap.
 M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_THRESHOLD = -1, -2, -3  # malloc.h
 RETAIN = {
@@ -29,13 +31,8 @@ def set_determinism(deterministic: bool) -> None:
 def retain_memory(device: torch.device) -> None:
     """Keep freed memory for the next step; glibc would return it, and a step would fault its pages again."""
     # Only in this process, and only where each rank has enough memory. No effect with another C library.
-    if device.type == "cpu" and host_memory() / int(os.environ.get("LOCAL_WORLD_SIZE", 1)) > ENOUGH:
+    if device.type == "cpu" and machine.memory() / int(os.environ.get("LOCAL_WORLD_SIZE", 1)) > ENOUGH:
         set_heap(RETAIN)
-
-
-def host_memory() -> int:
-    """Return the bytes of memory that this machine has."""
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 @contextmanager
