@@ -104,6 +104,10 @@ def open_checked(config: Config) -> Selection:
     require(batch <= samples, "training.local_batch_size", batch, reason)
     check_resume(config, selection)
     check_steps(config.dump_folder / "checkpoints", config.training.steps, config.checkpoint.enable)
+    # -- room for checkpoints, and what the planner expects: before there are ranks, or where there is one
+    if may_convert and (made := plan_here(config, selection, num_ranks())):
+        if warning := check_room(config, made):
+            print_message(f"warning: {warning}")
     return convert_selection(data, patch_size, lead_hours, longest, selection)
 
 
@@ -278,10 +282,7 @@ def run_with_watchdog(config: Config) -> Iterator[Watchdog]:
 
 def main(argv: list[str]) -> None:
     with one_line_errors():
-        config = start(argv, __doc__, None)
-        made = plan_here(config, open_checked(config), num_ranks())
-        if made and (warning := check_room(config, made)):
-            print_message(f"warning: {warning}")
+        open_checked(start(argv, __doc__, None))
 
 
 if __name__ == "__main__":

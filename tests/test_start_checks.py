@@ -68,14 +68,13 @@ def test_gpus_that_torch_does_not_see_are_not_left_to_the_cpu(tmp_path: Path, mo
 
 
 def test_a_full_disk_is_named(small: Path, tmp_path: Path) -> None:
-    """Three checkpoints of 85 kB fit into a MiB, 21 do not, and into a full one none at all."""
+    """Three checkpoints of 85 kB fit into a MiB, 21 do not, and into a full one none at all. One process
+    without run_train.sh's checks filled the disk.
+    """
     options = ["--job.dump_folder", str(small / "run"), "--training.steps=1000", "--checkpoint.interval=10"]
 
     def check(keep: str) -> None:
-        config = config_in(tmp_path, *options, "--checkpoint.keep_latest_k", keep)
-        found = plan_here(config, open_checked(config), 1)
-        assert found
-        check_room(config, found)
+        open_checked(config_in(tmp_path, *options, "--checkpoint.keep_latest_k", keep))
 
     check("2")
     with pytest.raises(ConfigError, match="GiB of checkpoints are to come"):
