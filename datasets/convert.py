@@ -221,6 +221,8 @@ def lock(target: Path, request: Request) -> Iterator[None]:
                 refuse(key, place, "another process is writing it; wait for its end")
             print_message(f"{target}: another run is converting it: waiting")
             fcntl.flock(file, fcntl.LOCK_EX)
+        except OSError as error:  # of a file system without locks
+            logger.warning("%s: cannot be locked (%s); let no other run write there", target, error)
         try:
             yield
         except OSError as error:
