@@ -2,6 +2,7 @@
 metrics.jsonl, one object a line.
 """
 
+import errno
 import json
 import logging
 import os
@@ -53,6 +54,9 @@ def sync_folder(path: Path) -> None:
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
+    except OSError as error:  # some networks' file systems have no such thing
+        if error.errno not in (errno.EINVAL, errno.EBADF, errno.ENOTSUP):
+            raise
     finally:
         os.close(descriptor)
 
