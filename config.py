@@ -100,7 +100,7 @@ class Data:
     )
     store_path: str = option(
         "",
-        "Folder of the store that the first start converts from data.path, if that is none. Default: "
+        "Folder of the store that the first start converts from data.path, or simulates. Default: in "
         "outputs/stores/, named by what is converted.",
     )
     storage_options: tuple[str, ...] = option(

@@ -49,6 +49,7 @@ from command_line import OneLineParser, start
 from config import RANDOM, SIMULATED, Data, in_project
 from datasets.archive import (
     Archive,
+    TrainingStore,
     archive_of_dataset,
     consecutive,
     evenly_spaced,
@@ -108,7 +109,7 @@ class Request:
     def of(cls, data: Data) -> "Request":
         """Return what a configuration reads. Raises ConfigError."""
         periods = (data.train_period, data.validation_period, data.test_period)
-        path = in_project(SIMULATED_PATH) if data.path == SIMULATED else data.path
+        path = str(simulated_store(data)) if data.path == SIMULATED else data.path
         return cls(
             source=(path, *data.more_paths),
             variables=tuple(Channels.of(data).variables),
@@ -193,7 +194,7 @@ def open_source(data: Data, elsewhere: Collection[str] = ()) -> Archive:
         return RandomFields(data)
     path = data.path.removeprefix("file://")
     if data.path == SIMULATED:
-        write_simulated(Path(in_project(SIMULATED_PATH)))
+        write_simulated(simulated_store(data))
     elif not is_url(path) and not os.path.exists(path) and not glob.glob(path):
         fix = "name your analyses, or take --data.path random for a trial without data"
         refuse("data.path", data.path, f"there is no such file or folder; {fix}")
@@ -697,6 +698,12 @@ def check_first_start(data: Data, size: int = 0) -> None:
         refuse("data.path", data.path, f"it is no training store, and has {size / 2**30:.0f} GiB; {fix}")
 
 
+def simulated_store(data: Data) -> Path:
+    """Return the store of simulated weather; data.store_path names it unless only a part is trained on."""
+    is_whole = not (data.more_paths or data.region)
+    return Path((data.store_path if is_whole else "") or in_project(SIMULATED_PATH))
+
+
 def write_simulated(target: Path) -> None:
     """Write simulated weather as a training store, unless it is there; processes may call it at once. Raises
     ConfigError if there is something else, or a record of other parameters.
@@ -725,6 +732,9 @@ def main(argv: list[str]) -> int:
     if any(word.split("=")[0] == "--job.config_file" for word in argv):
         data = start(argv, __doc__, lambda config: check_data(config.data)).data
         request, archive, target = Request.of(data), open_source(data), store_of(data)
+        if isinstance(archive, TrainingStore):  # of which a run takes all
+            print(f"{archive.path}: complete, {archive}")
+            return 0
         options = Namespace(workers=most_workers(), scheduler="")
     else:
         parser = OneLineParser("datasets.convert", __doc__)

@@ -11,6 +11,7 @@ import pytest
 import torch
 import xarray as xr
 
+from config import Data
 from datasets import convert, simulated
 from datasets.archive import TrainingStore, open_archive
 from datasets.simulated import (
@@ -187,3 +188,14 @@ def test_the_record_is_written_once(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(simulated, "DEFAULTS", replace(DEFAULTS, spin_up_days=0, saturation=20.0))
     with pytest.raises(ConfigError, match="was begun with source"):  # other parameters
         convert.write_simulated(path)
+
+
+def test_the_record_lies_where_the_configuration_says(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its message named data.store_path, which was not asked."""
+    for name, value in (("NUM_YEARS", 1), ("NUM_DAYS", 2), ("DEFAULTS", replace(DEFAULTS, spin_up_days=0))):
+        monkeypatch.setattr(simulated, name, value)
+    path = tmp_path / "simulated.zarr"
+    archive = convert.open_source(Data(variables=("geopotential:300",), store_path=str(path)))
+    assert isinstance(archive, TrainingStore) and archive.path == str(path)
