@@ -12,7 +12,12 @@ from contextlib import contextmanager
 from datetime import date
 from datetime import time as clock_time
 from pathlib import Path
+from types import TracebackType
 from typing import Any, NoReturn
+
+if sys.version_info < (3, 11):  # noqa: UP036  # before what an older one cannot read
+    print(f"rossby: {sys.executable} is too old: Python 3.11 to 3.14 is needed", file=sys.stderr)
+    sys.exit(2)
 
 LONGEST = 300  # characters of a value in an error
 SECRET_USER = re.compile(r"(\w://)[^/@\s'\"]+@")
@@ -172,6 +177,19 @@ def end_process(code: int) -> NoReturn:
 def exit_now(code: int) -> NoReturn:
     """Replaced in tests, which have to go on."""
     os._exit(code)
+
+
+def show_error(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    """Show a package that this Python lacks in one line, and other errors as usual (sys.excepthook)."""
+    name = (getattr(error, "name", None) or "").partition(".")[0]
+    ours = any(Path(__file__).with_name(name + suffix).exists() for suffix in ("", ".py"))
+    if not isinstance(error, ModuleNotFoundError) or ours:
+        sys.__excepthook__(kind, error, trace)
+        return
+    if is_reporting_rank():
+        fix = "run it with .venv/bin/python, which ./run_train.sh sets up, or install requirements.txt"
+        print_message(f"{sys.executable} has no package {name}; {fix}")
+    end_process(BAD_INPUT)
 
 
 @contextmanager

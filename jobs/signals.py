@@ -8,6 +8,7 @@ import ctypes
 import os
 import signal
 import socket
+import sys
 import threading
 from collections.abc import Iterable
 from typing import Any
@@ -29,6 +30,7 @@ def end_at_signals(trains: bool = False) -> None:
     """End this process with one line at Ctrl-C, and one that trains at all signals that ask it to end, until
     the run handles them itself.
     """
+    sys.excepthook = errors.show_error
     has_ended = threading.Lock()
     os.environ.pop(TRAINER, None)  # of a program that has started this one
 

@@ -7,6 +7,11 @@ A run writes them with --profiling.enable_profiling true --profiling.profile_fre
 them. docs/profiling.md explains the tables. Exit codes: 0, 2 bad input.
 """
 
+from jobs.signals import end_at_signals
+
+if __name__ == "__main__":
+    end_at_signals()
+
 import sys
 from collections import defaultdict
 from collections.abc import Sequence
@@ -15,7 +20,6 @@ from pathlib import Path
 
 from command_line import OneLineParser, load_config, text_table
 from errors import one_line_errors
-from jobs.signals import end_at_signals
 from traces.events import Trace, find_traces, read_trace
 from traces.timeline import CLASSES, COMMUNICATION, Timeline, build_timeline
 
@@ -122,7 +126,6 @@ def ranks_table(timelines: Sequence[Timeline]) -> str:
 
 
 def main(argv: list[str]) -> None:
-    end_at_signals()
     with one_line_errors():
         parser = OneLineParser("traces.inspect_trace", __doc__)
         parser.add_argument("where", metavar="RUN", type=Path, help="the folder of a run, or a trace")

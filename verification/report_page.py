@@ -6,6 +6,11 @@ It writes report.html into the run's folder: the scores of evaluate.py, or those
 plots of train.py and evaluate.py that are there, starts and configuration. Exit codes: 0, 2 bad input.
 """
 
+from jobs.signals import end_at_signals
+
+if __name__ == "__main__":
+    end_at_signals()
+
 import base64
 import re
 import sys
