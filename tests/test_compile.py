@@ -5,12 +5,10 @@ import torch
 from torch import Tensor, nn
 from torch._dynamo.exc import Unsupported
 from torch._dynamo.testing import CompileCounterWithBackend
-from torch._inductor import config as inductor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-import errors
 from config import ActivationCheckpoint, Model
 from models.initialization import init_weights
 from models.vit import VisionTransformer
@@ -97,21 +95,3 @@ def test_what_cannot_be_one_graph_is_an_error() -> None:
     apply_compile(model, backend="aot_eager")
     with pytest.raises(Unsupported):
         step(model)
-
-
-COMPILERS = {"none": None, "no headers": "fatal error: Python.h: No such file or directory"}
-
-
-@pytest.mark.parametrize("said", COMPILERS.values(), ids=COMPILERS)
-def test_a_machine_whose_compiler_does_not_work_is_told_so(said: str | None, tmp_path, monkeypatch) -> None:
-    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "cache"))  # which has what was built before
-    compiler = tmp_path / "g++"
-    if said:  # it answers torch's first question, its version
-        failure = f'echo "x.cpp:1:10: {said}" >&2; exit 1'
-        compiler.write_text(f'#!/bin/sh\n[ "$1" = --version ] && exec echo "g++ 12.2.0"\n{failure}\n')
-        compiler.chmod(0o755)
-    with inductor.patch({"cpp.cxx": (str(compiler),)}), pytest.raises(RuntimeError) as caught:
-        torch.compile(lambda x: x.sin() + 1)(torch.ones(64))
-    assert errors.exit_code(caught.value) == errors.BAD_INPUT
-    line = errors.one_line(caught.value)
-    assert line and "compile.enable" in line and "install g++" in line and (said or "No working") in line

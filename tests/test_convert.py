@@ -1,6 +1,5 @@
 """datasets.convert: layouts and real archives as a converted store; killed, continued, and grown."""
 
-import errno
 import fcntl
 import json
 import multiprocessing
@@ -9,7 +8,6 @@ import random
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
-from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -353,10 +351,3 @@ def test_what_is_refused(source: str, tmp_path: Path, monkeypatch: pytest.Monkey
             convert(source, target)
     assert before == {path: path.stat().st_mtime_ns for path in target.rglob("*")}
     assert not Path("new").exists()
-
-
-def test_a_file_system_without_locks_is_written_all_the_same(source, tmp_path, monkeypatch, caplog):
-    """As Lustre without its option flock."""
-    monkeypatch.setattr(fcntl, "flock", Mock(side_effect=OSError(errno.ENOSYS, "Function not implemented")))
-    convert(source, tmp_path / "out")
-    assert "cannot be locked" in caplog.text

@@ -186,17 +186,3 @@ def test_a_start_in_a_folder_that_was_removed_is_one_line(tmp_path):
     done = subprocess.run(["sh", "-c", command], capture_output=True, text=True, timeout=60)
     assert done.returncode == 2 and len(done.stderr.splitlines()) == 1, done.stderr
     assert "the current folder was removed" in done.stderr
-
-
-PROGRAMS = ["train.py", "forecast.py", "evaluate.py", "plan.py"]
-MODULES = ["datasets.convert", "datasets.describe", "planning.start_checks", "traces.inspect_trace"]
-
-
-@pytest.mark.parametrize(
-    "words", [*PROGRAMS, *(f"-m {name}" for name in (*MODULES, "verification.report_page"))]
-)
-def test_a_python_without_the_packages_is_one_line(words: str) -> None:
-    """`python train.py`, of the system; -S: without site-packages."""
-    command = [sys.executable, "-S", *words.split()]
-    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    assert ended.returncode == 2 and len(ended.stderr.splitlines()) == 1 and "has no package" in ended.stderr

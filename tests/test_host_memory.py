@@ -1,4 +1,4 @@
-"""Memory that a step frees is used again, and returned when a validation begins; limits of containers."""
+"""Memory that a step frees is reused by the next one, and returned when a validation begins."""
 
 import os
 import subprocess
@@ -6,9 +6,6 @@ import sys
 from pathlib import Path
 
 import pytest
-
-from datasets.convert import WORKER_BYTES, most_workers
-from jobs import machine
 
 STEPS = """
 import resource, sys, torch
@@ -65,40 +62,3 @@ def test_a_validation_begins_without_what_steps_left() -> None:
     assert (
         number_from(LEFT, "given back") < number_from(LEFT, "kept") - 150_000
     )  # KiB, of 330,000 that nobody uses
-
-
-GROUPS = {  # what /proc/self/cgroup says, files below /sys/fs/cgroup, MiB and cores
-    "none": ("0::/\n", {}, None, None),
-    "a container": ("0::/\n", {"memory.max": 2**29, "cpu.max": "150000 100000"}, 512, 2),
-    "no limit": ("0::/a/b\n", {"a/b/memory.max": "max", "a/cpu.max": "max 100000"}, None, None),
-    "a job's step": ("0::/job/step\n", {"job/memory.max": 2**30, "job/step/memory.max": 2**31}, 1024, None),
-    "version 1": (
-        "5:cpu,cpuacct:/job\n4:memory:/slurm/job\n",
-        {
-            "memory/slurm/job/memory.limit_in_bytes": 2**30,
-            "memory/memory.limit_in_bytes": 2**63 - 4096,
-            "cpu/job/cpu.cfs_quota_us": 100000,
-            "cpu/job/cpu.cfs_period_us": 100000,
-            "cpu/cpu.cfs_quota_us": -1,
-            "cpu/cpu.cfs_period_us": 100000,
-        },
-        1024,
-        1,
-    ),
-}
-
-
-@pytest.mark.parametrize(("own", "files", "mebibytes", "cores"), GROUPS.values(), ids=GROUPS)
-def test_a_limit_of_a_container_or_a_job_counts(tmp_path, monkeypatch, own, files, mebibytes, cores):
-    """A first start made a worker for each core of the node, which the job's memory ended."""
-    for name, content in files.items():
-        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / name).write_text(f"{content}\n")
-    (tmp_path / "own").write_text(own)
-    monkeypatch.setattr(machine, "GROUPS", tmp_path)
-    monkeypatch.setattr(machine, "OWN", tmp_path / "own")
-    monkeypatch.setattr(machine.os, "sched_getaffinity", lambda _: range(64))
-    monkeypatch.setattr(machine.os, "sysconf", lambda _: 2**18)  # a page of 256 KiB, 64 GiB of them
-    assert machine.memory() == (mebibytes * 2**20 if mebibytes else 2**36)
-    assert machine.num_cores() == (cores or 64)
-    assert most_workers() == (1 if mebibytes else min(cores or 64, 2**36 // WORKER_BYTES))

@@ -3,7 +3,6 @@
 import json
 import os
 import re
-import shutil
 import signal
 import socket
 import subprocess
@@ -75,44 +74,6 @@ def test_an_environment_of_uv_is_left_to_uv(tmp_path):
     command = ["bash", "-c", 'source ./setup.sh; "$PYTHON" used']
     ended = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
     assert (ended.returncode, ended.stdout, ended.stderr) == (0, "used\n", "")
-
-
-def set_up(folder: Path, venv: int, install: int = 0) -> subprocess.CompletedProcess[str]:
-    """Source setup.sh in a project whose `python -m venv` and `pip install` end with these codes."""
-    python = folder / ".venv" / "bin" / "python"
-    made = f'#!/bin/sh\n[ "$4" = --quiet ] && exit {install}\nexit {venv}\n'  # pip install, pip --version
-    make = f"mkdir -p {python.parent}; ln -sf {folder}/made {python}; exit {venv}"
-    base = f'#!/bin/sh\n[ "$1" = -c ] && exit 0\n{make}\n'
-    for name, text in {"made": made, "python3": base}.items():
-        (folder / name).write_text(text)
-        (folder / name).chmod(0o755)
-    for name in ("setup.sh", "requirements.txt"):
-        (folder / name).write_bytes((ROOT / name).read_bytes())
-    environment = os.environ | {"PATH": f"{folder}:{os.environ['PATH']}"}
-    environment.pop("ROSSBY_PYTHON", None)
-    command = ["bash", "-c", "set -euo pipefail; source ./setup.sh"]
-    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
-
-
-def test_a_python_without_pip_is_one_line_until_it_has_one(tmp_path):
-    """Debian's makes the folder and fails; the next start found it without pip."""
-    ended = set_up(tmp_path, venv=1)
-    assert ended.returncode == 2 and "apt install python3-venv" in ended.stderr.splitlines()[-1]
-    assert set_up(tmp_path, venv=0).returncode == 0 and (tmp_path / ".venv" / "installed.txt").exists()
-
-
-def test_packages_that_are_not_installed_are_tried_again(tmp_path):
-    ended = set_up(tmp_path, venv=0, install=1)
-    assert ended.returncode == 1 and "is not installed" in ended.stderr.splitlines()[-1]
-    assert set_up(tmp_path, venv=0).returncode == 0
-
-
-def test_an_environment_whose_python_was_removed_is_made_again(tmp_path):
-    assert set_up(tmp_path, venv=0).returncode == 0
-    python = tmp_path / ".venv" / "bin" / "python"
-    python.unlink()
-    python.symlink_to(tmp_path / "gone")
-    assert set_up(tmp_path, venv=0).returncode == 0 and python.is_file()
 
 
 def test_a_port_in_use_is_one_line():
@@ -214,16 +175,3 @@ def test_a_run_whose_rank_is_killed_twice_ends_as_if_undisturbed(start_job, tmp_
     undisturbed = start_job(config_file, tmp_path / "undisturbed", *options, NGPU="2")
     assert undisturbed.end() == 0, undisturbed.output
     assert losses(run) == losses(tmp_path / "undisturbed")
-
-
-def test_a_machine_without_linuxs_tools_starts_as_others_do(tmp_path):
-    """macOS has no nproc, flock or getent, and its env blocks no signals."""
-    for name in ("bash", "dirname", "readlink", "date", "grep", "tr", "getconf", "cat"):
-        (tmp_path / name).symlink_to(str(shutil.which(name)))
-    (tmp_path / "env").write_text('#!/bin/bash\n[[ "$1" != --* ]] && exec "$@"\n')
-    (tmp_path / "env").chmod(0o755)
-    environment = {"PATH": str(tmp_path), "ROSSBY_PYTHON": shutil.which("echo"), "NGPU": "2"}
-    ended = subprocess.run([ROOT / "run_train.sh", "--x=1"], env=environment, capture_output=True, text=True)
-    assert (ended.returncode, ended.stderr) == (0, "")
-    started = ended.stdout.splitlines()[-1]
-    assert "jobs.torchrun --nproc-per-node 2" in started and started.endswith("train.py --x=1")

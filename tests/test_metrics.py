@@ -4,9 +4,6 @@ import errno
 import gzip
 import io
 import json
-import os
-import stat
-from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,7 +14,7 @@ import torch
 
 from config import Config, Job, Profiling, Training
 from config import Metrics as Settings
-from jobs.durable_files import Journal, read_records, write_durably
+from jobs.durable_files import Journal, read_records
 from jobs.heartbeat import activity, span
 from training.metrics import Metrics, Profiler, peak_tflops
 from training.step import StepResult
@@ -194,19 +191,3 @@ def test_a_span_is_the_phase_of_this_process():
     with span("data"):
         assert activity.phases[-1] == "data"
     assert activity.phases[-1] != "data"
-
-
-@pytest.mark.parametrize("number", (errno.EINVAL, errno.EIO))
-def test_a_folder_that_cannot_be_flushed_is_no_error_of_the_disk(tmp_path, monkeypatch, number):
-    """EINVAL: as on SMB; no file could be written there."""
-    plain = os.fsync
-
-    def fsync(descriptor):
-        if stat.S_ISDIR(os.fstat(descriptor).st_mode):
-            raise OSError(number, os.strerror(number))
-        plain(descriptor)
-
-    monkeypatch.setattr(os, "fsync", fsync)
-    with pytest.raises(OSError) if number == errno.EIO else nullcontext():
-        write_durably(tmp_path / "a.json", "{}")
-    assert (tmp_path / "a.json").read_text() == "{}"

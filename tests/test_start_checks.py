@@ -1,6 +1,5 @@
 """planning/start_checks.py names what is wrong and its fix: real disks and stores, made small."""
 
-import os
 import re
 import subprocess
 from collections.abc import Iterator
@@ -9,7 +8,6 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-import torch
 
 from command_line import load_config
 from config import Config
@@ -52,19 +50,6 @@ def test_a_sound_machine_passes(tmp_path: Path, capsys: pytest.CaptureFixture[st
     main(options_in(tmp_path))
     assert capsys.readouterr() == ("", "")
     assert not (tmp_path / "run").exists()  # it leaves nothing
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="torch sees the GPUs of this machine")
-def test_gpus_that_torch_does_not_see_are_not_left_to_the_cpu(tmp_path: Path, monkeypatch) -> None:
-    """An old driver, or torch for CPUs: the run trained on the CPU."""
-    (tmp_path / "nvidia-smi").write_text("#!/bin/sh\nseq -f 'GPU %g: H100' 2\n")
-    (tmp_path / "nvidia-smi").chmod(0o755)
-    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    with pytest.raises(ConfigError, match="lists 2 GPUs, .* CUDA_VISIBLE_DEVICES=''"):
-        open_checked(config_in(tmp_path))
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    open_checked(config_in(tmp_path))
 
 
 def test_a_full_disk_is_named(small: Path, tmp_path: Path) -> None:
