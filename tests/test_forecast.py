@@ -289,21 +289,30 @@ def test_a_full_disk_is_one_line_and_the_rest_is_written_later(run, tmp_path, mo
 
 
 def test_another_forecast_is_not_written_over(run, tmp_path):
-    store(run, tmp_path / "f.zarr")
-    before = files(tmp_path / "f.zarr")
+    path = tmp_path / "f.zarr"
+    store(run, path)
+    before = files(path)
     with pytest.raises(UserError, match=r"leads is \[6, .*, 30\] there and \[6, .*, 36\] here"):
-        store(run, tmp_path / "f.zarr", "--forecast.num_steps", "6")
-    assert files(tmp_path / "f.zarr") == before
-    metadata = tmp_path / "f.zarr/zarr.json"
-    intact = metadata.read_text()
-    # Of the description of the forecast, and of the metadata of an array, as readers take it.
-    for damaged in (
-        intact.replace(r"\"leads\":", r"\"leads\";"),
-        intact.replace('"float32"', '"flo`t32"', 1),
-    ):
-        metadata.write_text(damaged)
+        store(run, path, "--forecast.num_steps", "6")
+    assert files(path) == before
+    intact, array = (path / "zarr.json").read_text(), path / "2m_temperature/zarr.json"
+    # Of the description of the forecast, and of the metadata of an array, consolidated and its own.
+    description = intact.replace(r"\"leads\":", r"\"leads\";")
+    for damaged in (description, intact.replace('"float32"', '"flo`t32"', 1), b"", b"{", b"\x82", b"{}"):
+        (path / "zarr.json").write_text(damaged if isinstance(damaged, str) else intact)
+        array.write_bytes(damaged if isinstance(damaged, bytes) else before["2m_temperature/zarr.json"])
         with pytest.raises(UserError, match="damaged"):
-            store(run, tmp_path / "f.zarr")
+            store(run, path)
+
+
+def test_an_export_replaces_nothing(run, tmp_path):
+    (tmp_path / "model").write_text("another's")
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "folder/thesis.tex").write_text("another's")
+    for name in ("model", "folder", "new.pt2"):
+        ended = run_main(forecast.main, *arguments(run, "--export", str(tmp_path / name)))
+        assert ended.returncode == 2 and "--export" in ended.stderr and name in ended.stderr
+    assert (tmp_path / "model").read_text() == "another's"
 
 
 def test_of_the_checkpoints_the_newest_good_one_is_taken(run, tmp_path):

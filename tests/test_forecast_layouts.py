@@ -12,9 +12,9 @@ from errors import DataError
 from tests.forecasts import analyses, evaluate_one, forecasts, grid, write
 from verification.stores import StoredForecast, open_forecast
 
-LEADS = [0, 6, 24]
-NAMES = ["geopotential:500", "geopotential:850", "2m_temperature"]
-KEPT = ["geopotential", "u_component_of_wind", "2m_temperature"]
+LEADS, T2M = [0, 6, 24], "2m_temperature"
+NAMES = ["geopotential:500", "geopotential:850", T2M]
+KEPT = ["geopotential", "u_component_of_wind", T2M]
 
 
 def read(opened: StoredForecast, date: int, lead: int, names: list[str]) -> np.ndarray:
@@ -88,7 +88,7 @@ def test_every_layout_gives_the_same_fields_and_scores(layout: Callable, truth, 
     assert opened.leads.astype("timedelta64[h]").astype(int).tolist() == LEADS[missing:]
     assert (np.diff(opened.grid.latitude) < 0).all() and (np.diff(opened.grid.longitude) > 0).all()
     wanted = forecast.isel(latitude=slice(None, None, -1))
-    upper, lower = wanted.geopotential, wanted["2m_temperature"]
+    upper, lower = wanted.geopotential, wanted[T2M]
     expected = np.stack([upper.sel(level=500), upper.sel(level=850), lower], axis=2)[:, missing:]
     found = opened.read_block(slice(0, 3), slice(0, 3 - missing), NAMES)
     np.testing.assert_array_equal(found, expected)
@@ -107,29 +107,41 @@ def test_ensembles(dim: str, truth: xr.Dataset, tmp_path: Path) -> None:
     ensemble = ensemble.transpose(dim, ...) if dim == "number" else ensemble
     opened = open_forecast(write(ensemble, tmp_path / "ens.zarr"))
     assert opened.num_members == 3
-    found = read(opened, 1, 2, ["2m_temperature"])
-    wanted = ensemble["2m_temperature"].isel(time=1, prediction_timedelta=2, latitude=slice(None, None, -1))
+    found = read(opened, 1, 2, [T2M])
+    wanted = ensemble[T2M].isel(time=1, prediction_timedelta=2, latitude=slice(None, None, -1))
     np.testing.assert_array_equal(found[:, 0], wanted.values)
     single = open_forecast(write(ensemble.isel({dim: [0]}), tmp_path / "one.zarr"))
-    assert single.num_members == 1 and read(single, 0, 0, ["2m_temperature"]).shape == (1, 6, 8)
+    assert single.num_members == 1 and read(single, 0, 0, [T2M]).shape == (1, 6, 8)
 
 
 def test_one_initial_date_without_a_dimension(forecast: xr.Dataset, tmp_path: Path) -> None:
     opened = open_forecast(write(forecast.isel(time=1), tmp_path / "single.zarr"))
     assert opened.times.tolist() == [forecast.time.values[1].astype("datetime64[s]").item()]
-    assert read(opened, 0, 1, ["2m_temperature"]).shape == (1, 6, 8)
+    assert read(opened, 0, 1, [T2M]).shape == (1, 6, 8)
 
 
 def test_what_is_no_forecast_is_refused(truth, forecast, tmp_path: Path) -> None:
+    """By valid time they were scored as if by initial time: a perfect one had an error of 7 K."""
     days = ("prediction_timedelta", LEADS, {"units": "fortnights"})
+    starts = (
+        ("time", "prediction_timedelta"),
+        forecast.time.values[:, None] - forecast.prediction_timedelta.values,
+    )
+    ensemble = forecasts(truth, 2, LEADS, members=2)
     stored = {
         "analyses": truth,
         "descending": forecast.isel(time=[1, 0]),
         "units": forecast.assign_coords(prediction_timedelta=days),
+        "valid times": forecast.rename(time="valid_time"),
+        "forecasts by valid times": forecast.assign_coords(forecast_reference_time=starts),
+        "1 members": ensemble.assign({T2M: ensemble[T2M].isel(number=0, drop=True)}),
     }
     for name, dataset in stored.items():
-        with pytest.raises(DataError, match=f"{name}.zarr"):
+        with pytest.raises(DataError, match=name):
             open_forecast(write(dataset, tmp_path / f"{name}.zarr"))
+    forecast = forecast.copy(deep=True)
+    forecast[T2M][1, 0, :2] = -9999  # a fill that is not declared
     opened = open_forecast(write(forecast, tmp_path / "good.zarr"))
-    with pytest.raises(DataError, match="geopotential:700"):
-        read(opened, 0, 0, ["geopotential:700"])
+    for lead, name, words in ((1, "geopotential:700", "geopotential:700"), (0, T2M, "-9999")):
+        with pytest.raises(DataError, match=words):
+            read(opened, 1, lead, [name])

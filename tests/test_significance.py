@@ -79,6 +79,8 @@ def test_forecasts_are_compared_on_what_both_have(tmp_path: Path) -> None:
     assert card["significant"].tolist() == [1] * 4 and card.attrs["dates_needed"] == 60
     assert "4 of 4 tested cells are marked" in card.attrs["by_chance"]
     assert "5%, about 0, would be by chance" in card.attrs["by_chance"]
+    few = build_scorecard(table.isel(initial_time=slice(59)), "first", "second")
+    assert min(few["percent"]) < 0 and True not in few["significant"].tolist()
     write_scorecard(card, tmp_path)
     assert (tmp_path / "scorecard.html").read_text().count(">-50</td>") == 4
     assert pd.read_csv(tmp_path / "scorecard.csv")["percent"].tolist() == [-50.0] * 4

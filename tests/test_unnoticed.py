@@ -9,21 +9,16 @@ import pytest
 import xarray as xr
 import zarr
 
-import evaluate as evaluate_py
 import forecast
 from datasets.archive import open_archive
 from datasets.convert import main as convert
 from datasets.describe import main as describe
 from datasets.statistics import check_static, refuse_fills
 from errors import ConfigError, DataError
-from tests.forecasts import analyses as scored_analyses
-from tests.forecasts import evaluate_one, forecasts, grid, write
 from tests.planned import run_train
 from tests.sample_archives import analyses, anemoi, weatherbench, zarr_chunked
 from tests.started_jobs import small_dataset, small_wave, write_config
 from training.config_checks import load_checked
-from verification.stores import COMPUTED, open_forecast
-from verification.tables import lead_hours
 
 T2M, U10 = "2m_temperature", "10m_u_component_of_wind"
 
@@ -161,65 +156,7 @@ def test_a_store_of_other_initial_states_is_not_finished(trained):
         shutil.move(folder / "before.zarr", path)
 
 
-# -- scores
-
-
-@pytest.mark.parametrize("region", [(), (60, 0, 0, 60), (52, 10, -17, 100)])
-def test_a_forecast_of_cell_means_is_perfect_in_any_region(tmp_path, region):
-    """The truth is finer; in a region it has fewer points than the forecast, which is not refined for it."""
-    rng, time = np.random.default_rng(0), np.arange("2020-01-01", "2020-01-04", dtype="datetime64[D]")
-    latitude, longitude = np.linspace(86.25, -86.25, 24), np.arange(48) * 7.5
-    field = rng.normal(size=(3, 24, 48)).astype("f4")
-    axes = ("time", "latitude", "longitude")
-    truth = xr.Dataset(
-        {T2M: (axes, field)},
-        {"time": time.astype("datetime64[ns]"), "latitude": latitude, "longitude": longitude},
-    )
-    edges = np.sin(np.deg2rad(np.linspace(90, -90, 25)))
-    area = (edges[:-1] - edges[1:])[:, None] * np.ones(48)
-    blocks = lambda x: x.reshape(*x.shape[:-2], 12, 2, 24, 2).sum((-3, -1))  # noqa: E731
-    means = blocks(field * area) / blocks(area)
-    made = xr.Dataset(
-        {T2M: (("time", "prediction_timedelta", *axes[1:]), means[1:, None].astype("f4"))},
-        {
-            "time": time[:2].astype("datetime64[ns]"),
-            "prediction_timedelta": np.array([24], "timedelta64[h]").astype("timedelta64[ns]"),
-            "latitude": np.linspace(82.5, -82.5, 12),
-            "longitude": longitude.reshape(24, 2).mean(1),
-        },
-    )
-    source = open_archive(write(truth, tmp_path / "truth.zarr"), region=region)
-    scores = evaluate_one(open_forecast(write(made, tmp_path / "f.zarr")), source).scores
-    assert scores[T2M].sel(metric="num_dates").max() == 2
-    assert scores[T2M].sel(metric="rmse", region="global").max() < 1e-6
-
-
-@pytest.mark.parametrize("is_ours", [True, False])
-def test_cells_that_the_initial_analysis_lacks_are_scored_as_in_training(tmp_path, is_ours):
-    """There persistence has no value, and Rossby's own forecast one that it started from the mean: the model
-    lost to persistence in evaluate.py and won in train.py, by other cells.
-    """
-    time = np.arange("2020-01-01", "2020-01-04", dtype="datetime64[D]").astype("datetime64[ns]")
-    values = np.zeros((3, 2, 3), "f4")
-    values[0, 0, 0] = np.nan  # at the start of the first forecast
-    axes, coords = ("time", "latitude", "longitude"), grid(2, 3, poles=False)
-    truth = xr.Dataset({T2M: (axes, values)}, {"time": time, **coords})
-    made = np.ones((2, 1, 2, 3), "f4")
-    made[0, 0, 0, 0] = 100
-    leads = np.array([24], "timedelta64[h]").astype("timedelta64[ns]")
-    ds = xr.Dataset(
-        {T2M: (("time", "prediction_timedelta", *axes[1:]), made)},
-        {"time": time[:2], "prediction_timedelta": leads, **coords},
-    )
-    if is_ours:
-        ds["forecast_status"] = (ds[T2M].dims[:2], np.full((2, 1), COMPUTED, "i1"))
-    path = write(ds, tmp_path / "f.zarr")
-    scores = evaluate_one(open_forecast(path), open_archive(write(truth, tmp_path / "t.zarr"))).scores
-    found = float(scores[T2M].sel(metric="rmse", region="global").squeeze())
-    assert (found == pytest.approx(1.0)) == is_ours
-
-
-# -- coordinates, fills, and what evaluate.py is given
+# -- coordinates and fills
 
 
 def refused(source: str | Path, match: str, *names: str) -> None:
@@ -262,60 +199,3 @@ def test_cells_of_a_rotated_grid_are_no_rows(tmp_path):
     group: Any = zarr.open_group(path, mode="r+")
     group["latitudes"][:] = group["latitudes"][:] + 0.1 * group["longitudes"][:]
     refused(path, "regrid", T2M)
-
-
-@pytest.fixture
-def scored(tmp_path) -> tuple[xr.Dataset, xr.Dataset]:
-    """Truth and forecasts of the tests of scores."""
-    truth = scored_analyses(grid(8, 16, False), 24)
-    write(truth, tmp_path / "truth.zarr")
-    return truth, forecasts(truth, 4, [12, 24])
-
-
-@pytest.fixture
-def options(tmp_path) -> list[str]:
-    source = write_config(tmp_path)
-    periods = ["--data.train_period", '["2019-12-25", "2019-12-29"]', "--validation.enable", "false"]
-    names = ["--data.variables", '["2m_temperature"]', "--data.static_variables", "[]", "--data.levels", "[]"]
-    place = ["--data.path", str(tmp_path / "truth.zarr"), "--job.dump_folder", str(tmp_path / "run")]
-    return ["--job.config_file", str(source), *place, *periods, *names, "--model.patch_size", "[4,4]"]
-
-
-def test_an_undeclared_fill_of_a_forecast_is_refused(tmp_path, scored):
-    scored[1][T2M][1, 0, :2] = -9999
-    opened = open_forecast(write(scored[1], tmp_path / "f.zarr"))
-    with pytest.raises(DataError, match="-9999"):
-        opened.read_block(slice(0, 4), slice(0, 2), [T2M])
-
-
-def test_members_that_one_variable_lacks_are_one_line(tmp_path, scored):
-    ensemble = forecasts(scored[0], 4, [12, 24], members=2)
-    ensemble[T2M] = ensemble[T2M].isel(number=0, drop=True)
-    with pytest.raises(DataError, match="1 members"):
-        open_forecast(write(ensemble, tmp_path / "f.zarr"))
-
-
-def test_leads_between_hours_and_a_dimension_of_the_forecast_alone(tmp_path, scored, options):
-    """12 h and 12 h 10 min were one lead of 12 h; data.select knew the dimensions of data.path only."""
-    leads = np.array([720, 730, 1440]) * np.timedelta64(1, "m").astype("timedelta64[ns]")
-    runs = xr.concat(
-        [scored[1].isel(prediction_timedelta=[0, 0, 1])] * 2, xr.DataArray(["a", "b"], dims="run", name="run")
-    )
-    runs = runs.assign_coords(prediction_timedelta=leads)
-    path = write(runs.transpose("run", "time", "prediction_timedelta", ...), tmp_path / "f.zarr")
-    words = [
-        "--forecast",
-        path,
-        "--data.select",
-        '["run=b"]',
-        "--baselines",
-        "",
-        "--regions",
-        "arctic,global,arctic",
-    ]
-    words += ["--truth", str(tmp_path / "truth.zarr"), "--output", str(tmp_path / "out")]
-    own, rest = evaluate_py.parse_options([*options, *words])
-    evaluate_py.run(load_checked(rest), own)
-    scores = xr.open_dataset(tmp_path / "out/scores.nc", decode_timedelta=True)
-    assert lead_hours(scores) == [12, 24] and scores.region.values.tolist() == ["global", "arctic"]
-    assert xr.open_dataset(next((tmp_path / "out").glob("spectra_*.nc")))[T2M].attrs["units"] == "K2 m"
