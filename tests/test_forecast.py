@@ -305,6 +305,19 @@ def test_another_forecast_is_not_written_over(run, tmp_path):
             store(run, path)
 
 
+def test_a_store_of_other_initial_states_is_not_finished(run, tmp_path):
+    """The same path, dates and variables, but corrected values: the old forecasts were taken for these."""
+    path, options = tmp_path / "wb.zarr", ["--data.path", str(tmp_path / "wb.zarr")]
+    shutil.copytree(run.parent / "wb.zarr", path)
+    for _ in range(2):  # finished, and the same
+        store(run, tmp_path / "f.zarr", *options)
+    ds = xr.open_zarr(path).load().drop_encoding() + 1
+    shutil.rmtree(path)
+    zarr_chunked(path, ds, {"time": 1})
+    with pytest.raises(UserError, match="another forecast: states is CRC-32"):
+        store(run, tmp_path / "f.zarr", *options)
+
+
 def test_an_export_replaces_nothing(run, tmp_path):
     (tmp_path / "model").write_text("another's")
     (tmp_path / "folder").mkdir()

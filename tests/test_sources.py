@@ -7,13 +7,11 @@ import numpy as np
 import pytest
 import xarray as xr
 
-from config import Data
 from datasets.archive import evenly_spaced
 from datasets.options import parse_period
 from datasets.selection import open_selection
-from errors import DataError
+from errors import ConfigError, DataError
 from tests.planned import run_train
-from tests.sample_archives import analyses, weatherbench
 from tests.started_jobs import run_options, write_config
 from training.config_checks import load_checked
 
@@ -72,31 +70,25 @@ def test_another_grid_and_a_source_that_is_not_there(options: list[str], tmp_pat
     other.to_netcdf(tmp_path / "coarse.nc")
     for name in ("coarse.nc", "nowhere.nc"):
         with pytest.raises(DataError, match=name):
-            open_selection(Data(**{**vars(data), "more_paths": (str(tmp_path / name),)}), (3, 4), ())
+            open_selection(replace(data, more_paths=(str(tmp_path / name),)), (3, 4), ())
+
+
+def test_another_static_field_is_another_meaning_of_the_weights(tmp_path: Path) -> None:
+    options = run_options(
+        write_config(tmp_path), tmp_path / "run", '--data.static_variables=["land_sea_mask"]'
+    )
+    wind, rng = xr.open_zarr(tmp_path / "wb.zarr")[WIND][0].drop_vars("time"), np.random.default_rng(0)
+    for name in ("mask", "other"):
+        mask = (wind * 0 + rng.random((6, 8)).astype("f4").round()).drop_attrs()
+        mask.to_dataset(name="land_sea_mask").to_netcdf(tmp_path / f"{name}.nc", engine="h5netcdf")
+    same, other = (f"--data.static_path={tmp_path / name}" for name in ("mask.nc", "other.nc"))
+    run_train(*options, same, "--training.steps=2")
+    with pytest.raises(ConfigError, match="the field land_sea_mask = .*was trained with"):
+        run_train(*options, other, "--training.steps=4")
+    run_train(*options, same, "--training.steps=3")
 
 
 # -- periods and dates
-
-NAMES = ("2m_temperature", "geopotential:500")
-
-
-def hours(n: int, missing: tuple[int, ...] = ()) -> xr.Dataset:
-    """n dates 6 h apart from 2020-01-01, without some."""
-    ds = xr.concat([analyses().isel(time=0)] * n, "time")
-    ds = ds.assign_coords(time=np.datetime64("2020-01-01", "ns") + np.arange(n) * np.timedelta64(6, "h"))
-    return ds.isel(time=[i for i in range(n) if i not in missing])
-
-
-@pytest.fixture
-def data(tmp_path):
-    path = weatherbench(tmp_path, hours(20, missing=(7,)))
-    return Data(
-        path=path,
-        variables=NAMES,
-        train_period=("2020-01-01", "2020-01-03"),
-        validation_period=("2020-01-04", "2020-01-05"),
-        static_variables=("land_sea_mask",),
-    )
 
 
 def test_dates_with_an_offset_become_utc() -> None:
@@ -105,12 +97,11 @@ def test_dates_with_an_offset_become_utc() -> None:
     assert last and last.isoformat() == "2020-01-01T23:59:59"
 
 
-def test_the_last_day_counts_to_its_end(data):
-    selection = open_selection(data, (2, 2), ())
-    assert selection.archive.times[selection.train[-1]] == np.datetime64("2020-01-03T18")
-    precise = replace(data, train_period=("2020-01-01", "2020-01-03T06"))
-    selection = open_selection(precise, (2, 2), ())
-    assert selection.archive.times[selection.train[-1]] == np.datetime64("2020-01-03T06")
+@pytest.mark.parametrize(("last", "hour"), [("2020-01-03", 18), ("2020-01-03T06", 6)])
+def test_the_last_day_counts_to_its_end(tmp_path: Path, last: str, hour: int) -> None:
+    data = load_checked(run_options(write_config(tmp_path), tmp_path / "run")).data
+    selection = open_selection(replace(data, train_period=("2020-01-01", last)), (2, 2), ())
+    assert selection.archive.times[selection.train[-1]] == np.datetime64(f"2020-01-03T{hour:02d}")
 
 
 def test_evenly_spaced():

@@ -228,22 +228,6 @@ def test_infinities_and_other_units_are_counted_in_one_line(tmp_path, caplog):
     assert f"{NAME}: 2 values outside 170 to 340 K, the first at {date[4]}" in caplog.text
 
 
-@pytest.mark.parametrize("says", [True, False])
-def test_radians_are_refused(tmp_path, says):
-    latitude, longitude = np.deg2rad(np.linspace(87.5, -87.5, 36)), np.deg2rad(np.arange(0, 360, 5.0))
-    units = {"units": "radians"} if says else {}
-    ds = xr.Dataset(
-        {NAME: (("time", "latitude", "longitude"), np.full((1, 36, 72), 280, "f4"))},
-        {
-            "time": np.array(["2020-01-01"], "datetime64[ns]"),
-            "latitude": ("latitude", latitude, units),
-            "longitude": ("longitude", longitude, units),
-        },
-    )
-    with pytest.raises(DataError, match="latitude from -1.527 to 1.527 is in radians"):
-        open_archive(weatherbench(tmp_path, ds))
-
-
 def test_a_variable_that_never_changes_is_said(tmp_path, caplog):
     ds = analyses()
     ds["2m_temperature"][:] = 280
