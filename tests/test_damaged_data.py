@@ -12,19 +12,18 @@ from numcodecs import LZ4, LZMA, Blosc, Zlib, Zstd
 from zarr.codecs import BloscCodec
 
 from datasets.archive import open_archive
-from datasets.loader import FieldDataset, Loader, TrainSampler
 from datasets.shards import register_codecs
 from errors import DataError
 
-DATE = "2020-01-01T12:00:00"  # the third
+T2M, DATE = "2m_temperature", "2020-01-01T12:00:00"  # the third
 HOURS = "hours since 2020-01-01"
 AXES = {
     "time": np.arange(0, 30, 6),
     "latitude": np.linspace(75, -75, 6),
     "longitude": np.arange(0, 360, 45.0),
 }
-CODECS = {"blosc": Blosc(), "zlib": Zlib(), "zstd": Zstd(checksum=True), "lz4": LZ4(), "raw": None}
-CODECS["lzma"] = LZMA()
+CODECS = {"blosc": Blosc(), "zlib": Zlib(), "zstd": Zstd(checksum=True), "lz4": LZ4(), "lzma": LZMA()}
+CODECS["raw"] = None
 
 
 def fields() -> np.ndarray:
@@ -40,7 +39,7 @@ def store(path: Path, codec: str) -> Path:
         array = root.create_array(name, data=values, **named)
         array.attrs.update({"_ARRAY_DIMENSIONS": [name], **({"units": HOURS} if name == "time" else {})})
     array = root.create_array(
-        "2m_temperature",
+        T2M,
         shape=(5, 6, 8),
         chunks=(1, 6, 8),
         shards=(2, 6, 8) if codec == "sharded" else None,
@@ -51,7 +50,7 @@ def store(path: Path, codec: str) -> Path:
     )
     array[:] = fields()
     array.attrs["_ARRAY_DIMENSIONS"] = tuple(AXES)
-    return path / "2m_temperature" / {"zarr3": "c/2/0/0", "sharded": "c/1/0/0"}.get(codec, "2.0.0")
+    return path / T2M / {"zarr3": "c/2/0/0", "sharded": "c/1/0/0"}.get(codec, "2.0.0")
 
 
 def damage(path: Path) -> None:
@@ -63,15 +62,10 @@ def damage(path: Path) -> None:
 def test_a_damaged_chunk_is_one_line(tmp_path, codec):
     damage(store(tmp_path / "data.zarr", codec))
     archive = open_archive(str(tmp_path / "data.zarr"))
-    archive.read(0, ["2m_temperature"])
-    for read in (
-        lambda: archive.read(2, ["2m_temperature"]),
-        lambda: archive.read_block(0, 5, archive.variables),
-    ):
-        with pytest.raises(DataError) as error:
+    archive.read(0, [T2M])
+    for read in (lambda: archive.read(2, [T2M]), lambda: archive.read_block(0, 5, [T2M])):
+        with pytest.raises(DataError, match=f"^[^\n]*data.zarr: {T2M} at {DATE[:10]}[^\n]*$"):
             read()
-        text = str(error.value)
-        assert "data.zarr: 2m_temperature at " in text and DATE[:10] in text and "\n" not in text
 
 
 def test_damage_that_hdf5_has_a_checksum_against(tmp_path):
@@ -87,29 +81,16 @@ def test_damage_that_hdf5_has_a_checksum_against(tmp_path):
     path.write_bytes(bytes(content))
     archive = open_archive(str(path))
     with pytest.raises(DataError, match=r"data.h5: t2m at 2020-01-01T12:00:00 cannot be read"):  # of five
-        archive.read_block(0, 5, ["2m_temperature"])
-
-
-@pytest.mark.parametrize("codec", ["zlib", "lzma"])
-def test_a_loader_says_it_in_one_line_too(tmp_path, codec):
-    damage(store(tmp_path / "data.zarr", codec))
-    archive = open_archive(str(tmp_path / "data.zarr"))
-    samples = FieldDataset(archive, ["2m_temperature"], np.arange(5)[:, None])
-    loader = Loader(samples, TrainSampler(5, 0, 1, 0, 1), 2)
-    with pytest.raises(DataError) as error:
-        for _, _ in zip(range(5), loader, strict=False):
-            pass
-    text = str(error.value)
-    assert text.startswith(str(tmp_path)) and f"2m_temperature at {DATE} cannot" in text and "\n" not in text
+        archive.read_block(0, 5, [T2M])
 
 
 @pytest.mark.parametrize(("codec", "missing"), [("zlib", [2]), ("zarr3", [2]), ("sharded", [2, 3])])
 def test_a_missing_chunk_is_no_field_of_zeros(tmp_path, codec, missing, caplog):
     store(tmp_path / "data.zarr", codec).unlink()
     archive = open_archive(str(tmp_path / "data.zarr"))
-    block = archive.read_block(0, 5, ["2m_temperature"])[:, 0]
+    block = archive.read_block(0, 5, [T2M])[:, 0]
     assert np.isnan(block[missing]).all() and np.isfinite(np.delete(block, missing, axis=0)).all()
-    archive.read(2, ["2m_temperature"])
+    archive.read(2, [T2M])
     assert caplog.text.count("are not in the store") == 1
 
 
