@@ -8,13 +8,12 @@ import numpy as np
 import pytest
 import xarray as xr
 
-import evaluate
 from datasets.grid import area_weights
 from errors import UserError
 from planning.memory import memory
 from planning.workload import workload_of
 from tests.parity import Layout, config_of
-from tests.planned import run_export, run_forecast, run_main, run_train
+from tests.planned import run_export, run_forecast, run_train
 from tests.started_jobs import records, run_options, write_config
 from tests.test_dry_run import memory_of
 from training.config_checks import load_checked
@@ -104,18 +103,6 @@ def test_members_repeat_from_the_seed_and_differ_from_each_other(options, tmp_pa
             abs(first.isel(number=one) - first.isel(number=two)).max(("latitude", "longitude")) > 1e-3
         ).all()
     assert (abs(first - other).max(("latitude", "longitude")) > 1e-3).all()
-
-
-def test_evaluate_scores_them(options, tmp_path):
-    make_forecast(options, tmp_path / "f.zarr", "--forecast.num_members", "3")
-    words = [*options, f"--forecast=model={tmp_path / 'f.zarr'}", "--baselines", "persistence"]
-    assert not run_main(evaluate.main, *words, "--output", str(tmp_path / "scores")).returncode
-    with xr.open_dataset(tmp_path / "scores/scores.nc", decode_timedelta=True) as scores:
-        model = scores[NAME].sel(forecast="model", region="global")
-        assert {"crps", "spread", "spread_skill_ratio"} <= set(model.metric.values)
-        # In a validation cells that are missing at the start count for nobody: within a few per cent.
-        found = records(run_folder(options))[-1][f"val/crps/{NAME}"]
-        assert float(model.sel(metric="crps").isel(lead_time=0)) == pytest.approx(found, rel=0.1)
 
 
 def test_a_run_starts_from_the_weights_of_one_without_noise(options, tmp_path, caplog):

@@ -2,6 +2,7 @@
 
 import math
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -36,33 +37,23 @@ STATIC = {
 
 @pytest.fixture(scope="module")
 def store(tmp_path_factory) -> Path:
-    """Weather with dims, chunks, types and attributes of WeatherBench2's store: waves that travel east, of
-    the last three weeks of 2017 and the first of 2018. The configuration's periods are there.
+    """Random fields with dims, chunks, types and attributes of WeatherBench2's store, of the last three weeks
+    of 2017 and the first of 2018. The configuration's periods are there.
     """
-    num_dates, longitude, latitude = 112, np.arange(64) * 5.625, -87.1875 + np.arange(32) * 5.625
-    east, north = np.deg2rad(longitude)[:, None], np.deg2rad(latitude)
-    phase = 0.3 * np.arange(num_dates)[:, None, None]
-    each = [np.cos(north) * np.sin(k * east - k * phase + k) / k for k in (2, 3, 5)]
-    waves = np.sum(each, axis=0).astype("f4")
-    heights = np.linspace(1.2, 0.4, len(LEVELS), dtype="f4")[:, None, None]
-    plane, data = ("longitude", "latitude"), {}
-    for number, (name, about) in enumerate((UPPER | SURFACE | STATIC).items()):
-        long_name, units, mean, spread = about
-        attributes = {"long_name": long_name, "units": units, "short_name": name}
-        wave = np.float32(mean) + np.float32(spread) * np.roll(waves, 7 * number, axis=1)
-        if name in UPPER:
-            data[name] = ("time", "level", *plane), wave[:, None] * heights, attributes
-        elif name in SURFACE:
-            data[name] = ("time", *plane), wave, attributes
-        else:
-            data[name] = plane, wave[0], attributes
-    time = np.datetime64("2017-12-11", "ns") + np.arange(num_dates) * np.timedelta64(6, "h")
-    coords = {"time": time, "level": LEVELS, "longitude": longitude, "latitude": latitude}
-    dataset, encoding = xr.Dataset(data, coords), {}
-    for name, array in dataset.data_vars.items():
-        chunks = tuple(min(100, n) if dim == "time" else n for dim, n in array.sizes.items())
+    time = np.datetime64("2017-12-11", "ns") + np.arange(112) * np.timedelta64(6, "h")
+    coords = {"time": time, "level": LEVELS, "longitude": np.arange(64) * 5.625}
+    dataset, rng = (
+        xr.Dataset(coords=coords | {"latitude": -87.1875 + np.arange(32) * 5.625}),
+        np.random.default_rng(0),
+    )
+    encoding: dict[str, Any] = {"time": {"units": "hours since 1959-01-01", "dtype": "int64"}}
+    for name, (long_name, units, mean, spread) in (UPPER | SURFACE | STATIC).items():
+        dims = [dim for dim in dataset.sizes if dim not in ("time", "level")]
+        dims = (["time", "level"] if name in UPPER else ["time"] if name in SURFACE else []) + dims
+        field = mean + spread * rng.standard_normal([dataset.sizes[dim] for dim in dims], "f4")
+        dataset[name] = dims, field, {"long_name": long_name, "units": units, "short_name": name}
+        chunks = tuple(min(100, size) if dim == "time" else size for dim, size in dataset[name].sizes.items())
         encoding[name] = {"chunks": chunks, "compressors": Blosc("lz4", 5, Blosc.SHUFFLE)}
-    encoding["time"] = {"units": "hours since 1959-01-01", "dtype": "int64"}
     path = tmp_path_factory.mktemp("era5") / "64x32.zarr"
     dataset.to_zarr(path, zarr_format=2, consolidated=True, encoding=encoding)
     return path
