@@ -1,6 +1,7 @@
 """WeatherBench2's recipe against loops in plain Python, its storage, and the climatology as a forecast."""
 
 import shutil
+from itertools import product
 from pathlib import Path
 
 import numpy as np
@@ -75,20 +76,6 @@ def test_the_recipe(years, path: Path, tmp_path: Path, monkeypatch: pytest.Monke
     xr.testing.assert_allclose(xr.open_zarr(tmp_path / "c.zarr"), stored, rtol=1e-7)
 
 
-def test_reading_it_back(path: Path) -> None:
-    opened, stored = open_climatology(str(path)), xr.open_zarr(path)
-    assert sorted(opened.variables) == sorted(NAMES)
-    for text, day in (("2021-12-31T12", 365), ("2024-12-31T00", 366), ("2023-01-01T00", 1)):
-        time = np.datetime64(text, "s")
-        found = opened.field(time, NAMES)
-        wanted = stored.sel(hour=int(text[-2:]), dayofyear=day)
-        np.testing.assert_array_equal(found[0], wanted.geopotential.sel(level=500).values)
-        np.testing.assert_array_equal(found[1], wanted[T2M].values)
-    for text, names in (("2020-01-01T06", NAMES), ("2020-01-01T00", ["geopotential:850"])):
-        with pytest.raises(DataError):
-            opened.field(np.datetime64(text, "s"), names)
-
-
 @pytest.mark.parametrize(("first", "step"), [(0, 6), (0, 3), (6, 12)])
 def test_less_than_a_year_gives_means_by_hour_of_day(first: int, step: int, tmp_path: Path) -> None:
     """31 December of a short year counts once, not twice as by day of year. Of the hours that there are."""
@@ -155,23 +142,24 @@ def test_an_hour_of_few_days_has_no_annual_cycle(tmp_path: Path) -> None:
 
 def test_days_and_hours_are_found_by_label(path: Path, tmp_path: Path) -> None:
     """One of the summer alone answered 1 February with a day of June, and July with an IndexError."""
-    opened = open_climatology(str(path))
-    assert not opened.has(np.datetime64("2021-02-28T06")) and opened.has(np.datetime64("2021-02-28T12"))
-    with pytest.raises(DataError, match="lacks its hour"):
-        opened.field(np.datetime64("2021-02-28T06"), NAMES)
-    stored = xr.open_zarr(path).load().drop_encoding()
+    opened, stored = open_climatology(str(path)), xr.open_zarr(path).load().drop_encoding()
+    assert sorted(opened.variables) == sorted(NAMES) and not opened.has(np.datetime64("2021-02-28T06"))
+    for date, names in (("2021-02-28T06", NAMES), ("2021-02-28T12", ["geopotential:850"])):
+        with pytest.raises(DataError, match="lacks its hour" if names is NAMES else "geopotential:850"):
+            opened.field(np.datetime64(date), names)
     some = {"summer": np.arange(152, 244), "365": np.arange(1, 366), "turned": np.arange(366, 0, -1)}
-    for name, days in some.items():
-        part = open_climatology(write(stored.sel(dayofyear=days), tmp_path / f"{name}.zarr"))
-        for date in ("2021-02-01T12", "2021-07-15T00", "2020-12-31T12", "2021-12-31T00"):
-            time = np.datetime64(date, "s")
-            day = (time.astype("M8[D]") - time.astype("M8[Y]").astype("M8[D]")).astype(int) + 1
-            assert part.has(time) == (day in days)
-            if day in days:
-                np.testing.assert_array_equal(part.field(time, NAMES), opened.field(time, NAMES))
-            else:
-                with pytest.raises(DataError, match="lacks its dayofyear"):
-                    part.field(time, NAMES)
+    dates = {"2021-02-01T12": 32, "2021-07-15T00": 196, "2020-12-31T12": 366, "2021-12-31T00": 365}
+    for (name, days), (date, day) in product(some.items(), dates.items()):
+        part, time = stored.sel(dayofyear=days), np.datetime64(date, "s")
+        found = open_climatology(write(part, tmp_path / f"{name}{day}.zarr"))
+        assert found.has(time) == (day in days)
+        if day in days:
+            wanted = stored.sel(hour=int(date[-2:]), dayofyear=day)
+            expected = [wanted.geopotential.sel(level=500), wanted[T2M]]
+            np.testing.assert_array_equal(found.field(time, NAMES), expected)
+        else:
+            with pytest.raises(DataError, match="lacks its dayofyear"):
+                found.field(time, NAMES)
 
 
 def test_as_a_forecast_it_is_the_mean_of_the_valid_time(path: Path) -> None:

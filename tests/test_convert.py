@@ -10,16 +10,17 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 import xarray as xr
 
 from datasets import convert as conversion
 from datasets.archive import TrainingStore, open_archive
 from datasets.convert import check_packing, choose_packing, main
 from datasets.fields import Decoding
-from datasets.grid import area_weights, global_grid
+from datasets.grid import global_grid
+from datasets.regrid import Regridder
 from errors import ConfigError, DataError
 from tests.sample_archives import anemoi, arco, cds_old, file_a_variable, packed_zarr, weatherbench
-from tests.test_grid import globe
 from tests.test_layouts import needs
 
 LAYOUTS = [weatherbench, arco, file_a_variable, cds_old, packed_zarr, anemoi]
@@ -113,18 +114,13 @@ def test_variables_levels_period_and_region(source: str, tmp_path: Path) -> None
     assert store.grid.same_as(open_archive(source, region=(80.0, -90.0, -20.0, 50.0)).grid)
 
 
-def test_another_grid_keeps_the_area_mean(tmp_path: Path) -> None:
-    fine, coarse = globe(12, 16), global_grid((7, 8), poles=True)
-    field = np.random.default_rng(0).normal(size=(2, *fine.shape))
-    time = np.array(["2020-01-01", "2020-01-02"], "datetime64[ns]")
-    coords = {"time": time, "latitude": fine.latitude, "longitude": fine.longitude}
-    ds = xr.Dataset({"t2m": (tuple(coords), field.astype("f4"))}, coords)
-    ds.to_netcdf(tmp_path / "a.nc", engine="h5netcdf")
-    store = convert(tmp_path / "a.nc", tmp_path / "out", "--grid", "7x8", "--dtype", "float32")
+def test_another_grid_is_that_of_conservative_means(source: str, tmp_path: Path) -> None:
+    store = convert(source, tmp_path / "out", "--grid", "7x8", "--dtype", "float32")
+    archive, coarse = open_archive(source), global_grid((7, 8), poles=True)
     assert store.grid.same_as(coarse)
-    pairs = (field, fine), (store.read_block(0, 2, ["2m_temperature"])[:, 0], coarse)
-    means = [(values * area_weights(grid.latitude)[:, None]).mean((1, 2)) for values, grid in pairs]
-    np.testing.assert_allclose(*means, atol=1e-6)
+    fields = torch.from_numpy(archive.read_block(0, 5, archive.variables))
+    expected = Regridder(archive.grid, coarse)(fields)
+    np.testing.assert_allclose(store.read_block(0, 5, archive.variables), expected, rtol=1e-6, atol=1e-6)
 
 
 # -- float16
@@ -145,9 +141,8 @@ def test_float16_refuses_what_it_cannot_store(tmp_path: Path, truth: xr.Dataset)
         with pytest.raises(DataError, match="--dtype float32"):
             field = np.full((6, 8), value, "f4") + np.arange(8, dtype="f4") * 1e3
             check_packing(field, Decoding(scale=8.0, offset=280.0), "")
-    many = xr.concat([truth.isel(time=[4])] * 31, "time", data_vars="minimal")
     times = np.datetime64("2020-01-01", "ns") + np.arange(31) * np.timedelta64(6, "h")
-    many = many.assign_coords(time=times).copy(deep=True)
+    many = truth.isel(time=[4] * 31).assign_coords(time=times)
     many["2m_temperature"][7] = 1e9
     with pytest.raises(DataError, match="2m_temperature at 2020-01-02T18:00:00: .*--dtype float32"):
         convert(weatherbench(tmp_path, many), tmp_path / "out")
@@ -290,32 +285,21 @@ def test_two_variables_with_one_array_are_refused(tmp_path: Path, truth: xr.Data
     assert len(convert(tmp_path / "a.nc", tmp_path / "out", "--variables", "hgt").variables) == 3
 
 
-def test_a_folder_of_somebody_else_is_not_touched(source: str, tmp_path: Path) -> None:
-    """Even one that contains a folder of the name that conversions once used."""
-    target = tmp_path / "work"
-    for name in ("conversion", "sums", "results"):
-        (target / name).mkdir(parents=True)
-    (target / "thesis.tex").write_text("all of it")
-    (target / "zarr.json").write_text('{"attributes": {"rossby_training_store": 1}}')
-    for _ in range(2):
-        with pytest.raises(ConfigError, match="TARGET"):
-            convert(source, target)
-        (target / "zarr.json").unlink(missing_ok=True)
-    assert (target / "thesis.tex").read_text() == "all of it" and (target / "results").is_dir()
-
-
 def test_what_is_refused(source: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each in a line that names the option; TARGET is not changed."""
     monkeypatch.chdir(tmp_path)
     target = tmp_path / "out"
     convert(source, target)
-    before = {path: path.stat().st_mtime_ns for path in target.rglob("*")}
-    (tmp_path / "mine").mkdir()
-    (tmp_path / "mine/thesis.txt").write_text("")
+    for name in ("mine/conversion", "mine/sums", "marked/sums"):  # names that conversions have, or had
+        (tmp_path / name).mkdir(parents=True)
+    (tmp_path / "mine/thesis.tex").write_text("all of it")
+    (tmp_path / "marked/zarr.json").write_text('{"attributes": {"rossby_training_store": 1}}')
+    before = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*/*")}
     for words, message in (
         (f"{target} --dtype float32", "--dtype = 'float32'"),
         (f"{target} --variables geopotential", "--variables"),
         (f"{tmp_path}/mine", "mine.*no store of datasets.convert"),
+        (f"{tmp_path}/marked", "TARGET"),
         ("s3://bucket/a.zarr", "a local folder expected"),
         (f"{source}/inside", "TARGET"),
         (source, "TARGET"),
@@ -338,5 +322,5 @@ def test_what_is_refused(source: str, tmp_path: Path, monkeypatch: pytest.Monkey
         fcntl.flock(file, fcntl.LOCK_EX)
         with pytest.raises(ConfigError, match="another process is writing it"):
             convert(source, target)
-    assert before == {path: path.stat().st_mtime_ns for path in target.rglob("*")}
+    assert before == {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*/*")}
     assert not Path("new").exists()

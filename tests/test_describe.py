@@ -160,19 +160,11 @@ def damaged_chunk(folder: Path) -> str:
     return str(folder / "a.zarr")
 
 
-def files_that_differ(folder: Path) -> str:
-    ds = waves()[[T2M]]
-    ds.isel(time=slice(0, 7)).to_netcdf(folder / "a.nc", engine="h5netcdf")
-    (ds.isel(time=slice(6, 12)) + 1).to_netcdf(folder / "b.nc", engine="h5netcdf")
-    return str(folder)
-
-
 @pytest.mark.parametrize(
     ("source", "words"),
     [
         (truncated_file, ["era5_2020.nc"]),
         (damaged_chunk, ["2019-12-30T18", T2M]),
-        (files_that_differ, ["different values at 2019-12-31T12"]),
     ],
 )
 def test_damage_is_a_row_and_the_rest_is_read(source: Callable, words: list[str], tmp_path, capsys) -> None:

@@ -17,7 +17,6 @@ from tests.planned import run_export, run_forecast, run_train
 from tests.started_jobs import records, run_options, write_config
 from tests.test_dry_run import memory_of
 from training.config_checks import load_checked
-from verification.scores import final_scores
 
 NAME = "10m_u_component_of_wind"
 ENSEMBLE = ["--training.loss", "crps", "--training.members", "3", "--model.noise_dim", "4"]
@@ -136,26 +135,6 @@ def test_an_exported_program_takes_keys(options, tmp_path):
     np.save(tmp_path / "state.npy", np.zeros((3, history, 6, 8), np.float32))
     command = [sys.executable, "-c", PROGRAM, str(target / "model.pt2"), str(tmp_path / "state.npy")]
     subprocess.run(command, cwd=tmp_path, check=True)
-
-
-# -- scores
-
-
-@pytest.mark.parametrize("members", [2, 10])
-def test_the_spread_of_members_that_the_truth_might_be_is_their_skill(members):
-    """Truth and members drawn alike: 1 for any number of them, less where they differ half as much."""
-    generator = np.random.default_rng(0)
-    truth, drawn = generator.normal(size=200_000), generator.normal(size=(members, 200_000))
-    for size in (1.0, 0.5):
-        mean, variance = (size * drawn).mean(axis=0), (size * drawn).var(axis=0, ddof=1).mean()
-        means = {"mse": np.mean((mean - truth) ** 2), "mae": 0, "bias": 0, "crps": 0, "variance": variance}
-        statistics = xr.DataArray([list(means.values())], {"score": list(means)}, ("initial_time", "score"))
-        ratio = float(final_scores(statistics, members).sel(metric="unbiased_spread_skill_ratio"))
-        assert ratio == pytest.approx(size, rel=0.01)  # the truth's own spread is 1
-        assert size == 0.5 or ratio == pytest.approx(1, rel=0.01)
-
-
-# -- what is refused
 
 
 def test_the_best_checkpoint_may_be_that_of_the_best_crps():

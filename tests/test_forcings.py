@@ -63,14 +63,6 @@ def test_the_sun_is_highest_where_it_is_noon() -> None:
     assert fine[cosine.argmin()].item() == pytest.approx(45, abs=0.05)
 
 
-def test_sub_solar_point_sees_the_whole_beam() -> None:
-    date = seconds("2021-08-01T12:00")
-    sun = sun_position(date)
-    latitude, longitude = torch.rad2deg(sun.declination), torch.rad2deg(-sun.equation_of_time)
-    value = compute_forcings(["toa_incident_solar_radiation"], date, latitude, longitude).item()
-    assert value == pytest.approx(sun.inverse_distance_squared.item(), rel=1e-6)
-
-
 def test_the_clock_loses_no_second_far_from_the_epoch() -> None:
     """A float32 of seconds would be off by minutes in 2050; the angle must turn by one second's worth."""
     times = seconds("2050-06-01T06:00:00", "2050-06-01T06:00:01")

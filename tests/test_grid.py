@@ -42,15 +42,6 @@ def test_areas_by_hand():
     np.testing.assert_allclose(area_weights(np.array([60.0, 50, 40])), region / region.mean(), rtol=1e-12)
 
 
-@pytest.mark.parametrize("latitude, error", [(POLES, 3e-6), (np.linspace(90, -90, 181), 6e-5), (CELLS, 2e-3)])
-def test_integrals_in_closed_form(latitude: np.ndarray, error: float):
-    """Over the sphere the mean of sin^2 is 1/3, of cos^2 2/3 and of an odd function 0."""
-    weights, phi = area_weights(latitude), np.deg2rad(latitude)
-    assert (weights * np.sin(phi) ** 2).mean() == pytest.approx(1 / 3, abs=error)
-    assert (weights * np.cos(phi) ** 2).mean() == pytest.approx(2 / 3, abs=error)
-    assert (weights * np.sin(phi)).mean() == pytest.approx(0, abs=1e-14)
-
-
 @pytest.mark.parametrize("step", [0.1, 0.25, 1.0, 1.4, 1.5, 2.8125])
 @pytest.mark.parametrize("poles", [True, False])
 def test_float32_and_direction_do_not_matter(step: float, poles: bool):
