@@ -49,22 +49,17 @@ def forecasts(
 ) -> xr.Dataset:
     """Twice a day the truth plus errors that grow: (time, prediction_timedelta[, number][, level], ...)"""
     rng, times = np.random.default_rng(seed), truth.time.values[: 2 * num_dates : 2]
-    leads = np.asarray(lead_hours) * HOURS
-    valid = xr.DataArray(times[:, None] + leads, dims=("time", "prediction_timedelta"))
+    axes = {"time": times, "prediction_timedelta": np.asarray(lead_hours) * HOURS}
+    valid = xr.DataArray(times[:, None] + axes["prediction_timedelta"], axes, list(axes))
     found = truth.rename(time="valid").sel(valid=valid).drop_vars("valid")
     if members:
         found = found.expand_dims(number=np.arange(members), axis=2)
-    noisy = {}
+    growth = xr.DataArray(np.sqrt(1 + np.arange(len(lead_hours))), dims="prediction_timedelta")
     for name, field in found.items():
-        dims = ["time", "prediction_timedelta", *["number"] * bool(members)]
-        field = field.transpose(*dims, ...)
-        size = 0.1 * float(truth[name].std()) * np.sqrt(1 + np.arange(len(leads)))
-        size = size.reshape(1, -1, *[1] * (field.ndim - 2))
-        noise = size * rng.normal(0.3, 1, field.shape)
-        noisy[name] = (field.dims, (field.values + noise).astype("f4"))
-    coords = {dim: truth[dim] for dim in ("level", "latitude", "longitude")}
-    coords |= {"number": np.arange(members)} if members else {}
-    return xr.Dataset(noisy, {"time": times, "prediction_timedelta": leads, **coords})
+        field = field.transpose("time", "prediction_timedelta", *["number"] * bool(members), ...)
+        noise = field.copy(data=rng.normal(0.3, 1, field.shape))
+        found[name] = (field + 0.1 * float(truth[name].std()) * growth * noise).astype("f4")
+    return found
 
 
 def climatology(truth: xr.Dataset, seed: int = 2) -> xr.Dataset:

@@ -35,11 +35,10 @@ def options(request, tmp_path_factory) -> list[str]:
     archive = xr.open_zarr(folder / "wb.zarr").load()
     archive[NAME][37, 2] = np.nan  # in the validation period
     archive.to_zarr(folder / "holes.zarr", zarr_format=2)
-    found = run_options(config, folder / "run", *RUN, *VALIDATION, *ENSEMBLE)
-    found += ["--data.path", str(folder / "holes.zarr")]
-    found += ["--data.history", str(request.param)]
-    found += ["--data.train_period", '["2020-01-01", "2020-01-08"]']
-    found += ["--data.validation_period", '["2020-01-09", "2020-01-10"]']
+    data = [f"--data.path={folder / 'holes.zarr'}", f"--data.history={request.param}"]
+    data += ['--data.train_period=["2020-01-01", "2020-01-08"]']
+    data += ['--data.validation_period=["2020-01-09", "2020-01-10"]']
+    found = run_options(config, folder / "run", *RUN, *VALIDATION, *ENSEMBLE, *data)
     run_train(*found)
     return found
 
@@ -89,18 +88,17 @@ def test_validation_scores_are_those_of_the_forecasts(options, tmp_path):
 
 
 def test_members_repeat_from_the_seed_and_differ_from_each_other(options, tmp_path):
-    first = make_forecast(options, tmp_path / "a.zarr", "--forecast.num_members", "4")
-    again = make_forecast(
-        options, tmp_path / "b.zarr", "--forecast.num_members", "2", "--validation.local_batch_size", "3"
-    )
-    other = make_forecast(options, tmp_path / "c.zarr", "--forecast.num_members", "4", "--training.seed", "1")
-    single = make_forecast(options, tmp_path / "d.zarr")
+    def members(name: str, *words: str) -> xr.DataArray:
+        return make_forecast(options, tmp_path / name, *words)
+
+    first = members("first", "--forecast.num_members=4")
+    again = members("again", "--forecast.num_members=2", "--validation.local_batch_size=3")
     np.testing.assert_allclose(again, first.isel(number=[0, 1]), atol=1e-5)
-    np.testing.assert_allclose(single, first.isel(number=0), atol=1e-5)
+    np.testing.assert_allclose(members("single"), first.isel(number=0), atol=1e-5)
+    other = members("other", "--forecast.num_members=4", "--training.seed=1")
     for one, two in ((0, 1), (0, 3), (2, 3)):
-        assert (
-            abs(first.isel(number=one) - first.isel(number=two)).max(("latitude", "longitude")) > 1e-3
-        ).all()
+        apart = abs(first.isel(number=one) - first.isel(number=two))
+        assert (apart.max(("latitude", "longitude")) > 1e-3).all()
     assert (abs(first - other).max(("latitude", "longitude")) > 1e-3).all()
 
 

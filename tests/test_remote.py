@@ -99,7 +99,8 @@ def test_train_validate_and_forecast_from_a_store_that_fails(server, folder, tmp
     local = configuration(tmp_path, tmp_path / "local", str(folder / "training/wb.zarr"))
     remote = [*run_options(Path(local[1]), tmp_path / "remote"), "--data.path", "s3://bucket/ten.zarr"]
     server.latency, server.error_rate, records, forecasts = 0.005, 0.1, [], []
-    for words in (local, [*remote, *server.arguments]):
+    for number, words in enumerate((local, [*remote, *server.arguments])):
+        words = [*words, f"--data.store_path={tmp_path / str(number)}"]
         records.append([record.get("loss", record.get("val/loss")) for record in run_train(*words)])
         forecasts.append(run_forecast(words, tmp_path / f"{len(records)}.zarr"))
     assert records[0] == records[1] and len(records[0]) > 3

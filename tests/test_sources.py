@@ -12,25 +12,20 @@ from datasets.options import parse_period
 from datasets.selection import open_selection
 from errors import ConfigError, DataError
 from tests.planned import run_train
-from tests.started_jobs import run_options, write_config
+from tests.sample_archives import netcdf
+from tests.started_jobs import run_options, small_dataset, write_config
 from training.config_checks import load_checked
 
 WIND, SEA = "10m_u_component_of_wind", "sea_surface_temperature"
-START, STEP = np.datetime64("2020-01-01", "ns"), np.timedelta64(6, "h")
 
 
 def write_sea(folder: Path, changes: dict | None = None, skip: int = 7) -> str:
     """A NetCDF file of another calendar's name, reference date and order, from noon, without one date."""
-    time = np.delete(START + np.arange(2, 40) * STEP, skip)
-    axes = {"time": time, "latitude": np.arange(-75.0, 76, 30.0), "longitude": np.arange(0, 360, 45.0)}
-    values = 280 + np.arange(len(time))[:, None, None] * np.ones((1, 6, 8))
-    data = xr.Dataset({SEA: (tuple(axes), values.astype("f4"), {"units": "K"})}, axes)
-    data = data.assign(changes or {})
-    path = folder / "sea.nc"
-    data.to_netcdf(
-        path, encoding={"time": {"units": "days since 1900-01-01", "calendar": "gregorian", "dtype": "f8"}}
-    )
-    return str(path)
+    ds = small_dataset({SEA: 278 + np.arange(40)[:, None, None] * np.ones((1, 6, 8))}).sortby("latitude")
+    ds[SEA].attrs["units"] = "K"
+    ds = ds.isel(time=np.delete(np.arange(2, 40), skip)).assign(changes or {})
+    encoding = {"time": {"units": "days since 1900-01-01", "calendar": "gregorian", "dtype": "f8"}}
+    return netcdf(folder, ds, "sea.nc", encoding)
 
 
 @pytest.fixture
@@ -47,7 +42,7 @@ def test_variables_and_dates_are_joined(options: list[str]) -> None:
     lacking = np.flatnonzero(~archive.has([WIND, SEA]))
     assert lacking.tolist() == [0, 1, 9]  # the first two of the wind, and the one that the sea lacks
     field = archive.read(10, [WIND, SEA])
-    assert np.isfinite(field).all() and (field[1] == 280 + 7).all()
+    assert np.isfinite(field).all() and (field[1] == 278 + 10).all()
     log = run_train(*options, "--training.steps", "2")[-1]
     assert log["step"] == 2 and np.isfinite(log["loss"])
     samples = selection.samples("train", [1])
