@@ -62,6 +62,7 @@ def store(tmp_path_factory) -> Path:
 def test_the_configuration_trains_and_validates(store, tmp_path):
     with S3Server({"weatherbench2/64x32.zarr": store}, latency=0.01, error_rate=0.02) as server:
         source = ["--data.path", "s3://weatherbench2/64x32.zarr", *server.arguments]
+        source += ["--data.store_path", str(tmp_path / "store.zarr")]
         run = ["--job.config_file", str(CONFIG), "--job.dump_folder", str(tmp_path), "--training.steps", "2"]
         few = ["--validation.plots", "false", "--metrics.loggers=[]", "--metrics.log_freq", "1"]
         records = run_train(*run, *source, *few)
