@@ -56,34 +56,25 @@ def test_validation_scores_are_those_of_the_forecasts(options, tmp_path):
     """The same seed, date and member have the same noise; all scores written out with loops in float64."""
     found, history = records(run_folder(options))[-1], load_checked(options).data.history
     members = make_forecast(options, tmp_path / "f.zarr", "--forecast.num_members", "3")
-    archive = xr.open_zarr(run_folder(options).parent / "holes.zarr")[NAME].transpose(
-        ..., "latitude", "longitude"
-    )
-    area = np.broadcast_to(area_weights(members.latitude.values)[:, None], members.shape[-2:])
+    archive = xr.open_zarr(run_folder(options).parent / "holes.zarr")[NAME].sel(latitude=members.latitude)
+    area, step = area_weights(members.latitude.values)[:, None], np.timedelta64(6, "h")
     for lead, suffix in enumerate(("", "@12h")):
-        squares, variances, scores = [], [], []
+        rows = []
         for date in members.time.values[history - 1 :]:  # windows of a validation keep to its period
-            valid = date + (lead + 1) * np.timedelta64(6, "h")
-            if valid not in archive.time:
+            if (valid := date + (lead + 1) * step) not in archive.time:
                 continue
-            truth, start = (archive.sel(time=t, latitude=members.latitude).values for t in (valid, date))
-            cells = np.isfinite(truth) & np.isfinite(start)
+            truth, start = archive.sel(time=[valid, date]).transpose("time", "latitude", ...).values
             x = members.sel(time=date).isel(prediction_timedelta=lead).values.astype(np.float64)
-            assert x.shape[0] == 3
             skill = np.abs(x - truth).mean(axis=0)
             apart = sum(np.abs(x[i] - x[j]) for i in range(3) for j in range(3)) / (2 * 3 * 2)
-            for kept, of in (
-                (scores, skill - apart),
-                (variances, x.var(0, ddof=1)),
-                (squares, (x.mean(0) - truth) ** 2),
-            ):
-                kept.append(np.average(of[cells], weights=area[cells]))
-        assert len(squares) == 8 - history - lead
-        rmse = np.sqrt(np.mean(squares))
-        assert found[f"val/crps/{NAME}{suffix}"] == pytest.approx(np.mean(scores), rel=1e-5)
-        assert found[f"val/rmse/{NAME}{suffix}"] == pytest.approx(rmse, rel=1e-5)
-        ratio = np.sqrt(np.mean(variances) / (rmse**2 - np.mean(variances) / 3))
-        assert found[f"val/spread_skill/{NAME}{suffix}"] == pytest.approx(ratio, rel=1e-5)
+            of_cells = (skill - apart, x.var(0, ddof=1), (x.mean(0) - truth) ** 2)
+            weights = area * np.isfinite(truth + start)
+            rows.append([np.average(np.nan_to_num(each), weights=weights) for each in of_cells])
+        assert len(rows) == 8 - history - lead
+        crps, variance, square = np.mean(rows, axis=0)
+        expected = {"crps": crps, "rmse": square**0.5, "spread_skill": (square / variance - 1 / 3) ** -0.5}
+        scores = {name: found[f"val/{name}/{NAME}{suffix}"] for name in expected}
+        assert scores == pytest.approx(expected, rel=1e-5)
         assert found[f"val/rmse_persistence/{NAME}{suffix}"] > 0
 
 

@@ -274,6 +274,13 @@ def test_what_has_none_of_the_variables_is_no_part_of_a_comparison(run, truth, o
     assert "'upper': it has none of the variables" in done.stderr
 
 
+def test_the_cells_that_are_scored_are_named(run, ours, tmp_path) -> None:
+    assert "cells: all that have a truth" in run().stdout
+    write(ours.where(ours.latitude < 60), tmp_path / "south.zarr")  # the last row is north of 67.5
+    text = run(forecast=tmp_path / "south.zarr").stdout
+    assert "cells: those that all forecasts have, 96.2% of the truth's area for" in text
+
+
 def test_an_ensemble_shows_its_scores_and_members(run, truth, tmp_path) -> None:
     """They were in scores.nc alone, and "RMSE model" did not say that it was that of a mean."""
     write(forecasts(truth, 20, LEADS, members=4), tmp_path / "ensemble.zarr")

@@ -88,3 +88,5 @@ def test_shape_type_order_and_size() -> None:
     reverse = compute_forcings(names[::-1], times[1:2], LATITUDE[:5].float(), LONGITUDE[:7].float())
     torch.testing.assert_close(reverse[0].flip(0), both[1], atol=1e-6, rtol=0)
     assert compute_forcings([], times, LATITUDE, LONGITUDE).shape == (3, 0, len(LATITUDE), len(LONGITUDE))
+    with pytest.raises(ValueError, match="int64"):
+        compute_forcings(["sin_latitude"], times.double(), LATITUDE, LONGITUDE)

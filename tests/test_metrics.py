@@ -2,8 +2,8 @@
 
 import errno
 import gzip
-import io
 import json
+import resource
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -113,27 +113,18 @@ def test_a_full_disk_keeps_the_records_of_steps_that_are_done_again(tmp_path, mo
     assert "No space left on device" in caplog.text
 
 
-def test_a_full_disk_loses_no_line(tmp_path, monkeypatch, caplog):
+def test_a_full_disk_loses_no_line(tmp_path, caplog):
     """A line that fits only in part is not written at all."""
-    path, room = tmp_path / "metrics.jsonl", [10**6]
-    real = io.FileIO.write
-
-    class Full(io.FileIO):
-        def write(self, data) -> int:
-            if room[0] <= 0:
-                raise OSError(errno.ENOSPC, "No space left on device")
-            count = real(self, data[: room[0]])
-            room[0] -= count
-            return count
-
-    monkeypatch.setattr(Path, "open", lambda self, mode="r", buffering=-1: Full(str(self), mode.strip("b")))
+    path, limits = tmp_path / "metrics.jsonl", resource.getrlimit(resource.RLIMIT_FSIZE)
     journal = Journal(path)
     journal.write({"step": 1})
-    room[0] = 5
-    journal.write({"step": 2})
-    journal.write({"step": 3})
-    assert path.read_bytes() == b'{"step": 1}\n' and caplog.text.count("No space left") == 1
-    room[0] = 10**6
+    try:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (path.stat().st_size + 5, limits[1]))
+        for step in (2, 3):
+            journal.write({"step": step})
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert path.read_bytes() == b'{"step": 1}\n' and caplog.text.count("File too large") == 1
     journal.write({"step": 4})
     journal.close()
     assert path.read_bytes() == b"".join(b'{"step": %d}\n' % step for step in (1, 2, 3, 4))

@@ -9,6 +9,7 @@ import torch
 import xarray as xr
 
 from datasets.grid import Grid
+from errors import ConfigError
 from tests.forecasts import grid as coordinates
 from verification.scores import (
     EARTH_RADIUS,
@@ -127,8 +128,9 @@ def test_a_field_without_truth_is_absent_and_a_region_off_the_grid_too() -> None
 
 def test_regions_are_the_cells_whose_centres_lie_inside() -> None:
     """Counted by hand on WeatherBench2's 240 x 121 grid, every 1.5 degrees from the poles and from 0 E."""
-    grid = make_grid(121, 240, poles=True)
-    size = {}
+    grid, size = make_grid(121, 240, poles=True), {}
+    with pytest.raises(ConfigError, match="'arctics'"):
+        RegionMeans(grid, ["arctics"])
     for name in REGIONS:
         mean = RegionMeans(grid, [name])
         columns = sum(part.stop - part.start for part in mean.stretches[0])

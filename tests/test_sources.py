@@ -49,29 +49,23 @@ def test_variables_and_dates_are_joined(options: list[str]) -> None:
     assert len(samples) and not np.isin(samples, lacking).any()
 
 
-def test_units_and_values_that_differ_name_the_source(options: list[str], tmp_path: Path) -> None:
-    data = load_checked(options).data
-    dims = ("time", "latitude", "longitude")
-    wind = np.zeros((37, 6, 8), "f4")
-    for attrs, reason in (({"units": "knots"}, "units"), ({"units": "m s-1"}, "different values")):
-        write_sea(tmp_path, {WIND: (dims, wind, attrs)})
-        with pytest.raises(DataError, match=f"(?s){WIND}.*{reason}.*sea.nc"):
+def test_what_cannot_be_joined_names_the_source(options: list[str], tmp_path: Path) -> None:
+    data, wind = load_checked(options).data, (("time", "latitude", "longitude"), np.zeros((37, 6, 8), "f4"))
+    for units in ("knots", "m s-1"):
+        write_sea(tmp_path, {WIND: (*wind, {"units": units})})
+        with pytest.raises(DataError, match=f"(?s): {WIND} has different values .*sea.nc"):
             open_selection(data, (3, 4), ())
-
-
-def test_another_grid_and_a_source_that_is_not_there(options: list[str], tmp_path: Path) -> None:
-    data = load_checked(options).data
-    other = xr.open_dataset(tmp_path / "sea.nc").load().isel(longitude=slice(0, None, 2))
-    other.to_netcdf(tmp_path / "coarse.nc")
+    netcdf(
+        tmp_path, xr.open_dataset(tmp_path / "sea.nc").load().isel(longitude=slice(0, None, 2)), "coarse.nc"
+    )
     for name in ("coarse.nc", "nowhere.nc"):
         with pytest.raises(DataError, match=name):
             open_selection(replace(data, more_paths=(str(tmp_path / name),)), (3, 4), ())
 
 
 def test_another_static_field_is_another_meaning_of_the_weights(tmp_path: Path) -> None:
-    options = run_options(
-        write_config(tmp_path), tmp_path / "run", '--data.static_variables=["land_sea_mask"]'
-    )
+    words = [f"--data.path={tmp_path / 'wb.zarr'}", '--data.static_variables=["land_sea_mask"]']
+    options = run_options(write_config(tmp_path), tmp_path / "run", *words)
     wind, rng = xr.open_zarr(tmp_path / "wb.zarr")[WIND][0].drop_vars("time"), np.random.default_rng(0)
     for name in ("mask", "other"):
         mask = (wind * 0 + rng.random((6, 8)).astype("f4").round()).drop_attrs()
