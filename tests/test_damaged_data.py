@@ -53,14 +53,10 @@ def store(path: Path, codec: str) -> Path:
     return path / T2M / {"zarr3": "c/2/0/0", "sharded": "c/1/0/0"}.get(codec, "2.0.0")
 
 
-def damage(path: Path) -> None:
-    content = path.read_bytes()
-    path.write_bytes(content[: len(content) // 2])
-
-
 @pytest.mark.parametrize("codec", [*CODECS, "zarr3", "sharded"])
 def test_a_damaged_chunk_is_one_line(tmp_path, codec):
-    damage(store(tmp_path / "data.zarr", codec))
+    chunk = store(tmp_path / "data.zarr", codec)
+    chunk.write_bytes(chunk.read_bytes()[: chunk.stat().st_size // 2])
     archive = open_archive(str(tmp_path / "data.zarr"))
     archive.read(0, [T2M])
     for read in (lambda: archive.read(2, [T2M]), lambda: archive.read_block(0, 5, [T2M])):

@@ -77,32 +77,26 @@ def test_a_missing_chunk_is_missing_there_too(server):
     assert np.isnan(found[2]).all() and np.isfinite(found[[0, 1, 3, 4]]).all()
 
 
-def configuration(folder: Path, run: Path, path: str) -> list[str]:
-    file = write_config(
-        folder,
-        path=path,
-        data={
-            "variables": ["geopotential:500", "2m_temperature"],
-            "train_period": ["2020-01-01", "2020-01-06"],
-            "validation_period": ["2020-01-07", "2020-01-10"],
-        },
+def test_train_validate_and_forecast_from_a_store_that_fails(server, folder, tmp_path):
+    """The losses are those of local files, to the bit, and the forecasts too."""
+    data = {"variables": ["geopotential:500", "2m_temperature"], "train_period": ["2020-01-01", "2020-01-06"]}
+    config = write_config(
+        tmp_path,
+        path=str(folder / "training/wb.zarr"),
+        data=data | {"validation_period": ["2020-01-07", "2020-01-10"]},
         training={"steps": 3, "local_batch_size": 4},
         checkpoint={"async_mode": "disabled"},
         validation={"enable": True, "lead_hours": [6], "plots": False},
         forecast={"period": ["2020-01-07", "2020-01-07T06"], "num_steps": 20},
     )
-    return run_options(file, run)
-
-
-def test_train_validate_and_forecast_from_a_store_that_fails(server, folder, tmp_path):
-    """The losses are those of local files, to the bit, and the forecasts too."""
-    local = configuration(tmp_path, tmp_path / "local", str(folder / "training/wb.zarr"))
-    remote = [*run_options(Path(local[1]), tmp_path / "remote"), "--data.path", "s3://bucket/ten.zarr"]
     server.latency, server.error_rate, records, forecasts = 0.005, 0.1, [], []
-    for number, words in enumerate((local, [*remote, *server.arguments])):
-        words = [*words, f"--data.store_path={tmp_path / str(number)}"]
+    for name, source in (
+        ("local", []),
+        ("remote", ["--data.path", "s3://bucket/ten.zarr", *server.arguments]),
+    ):
+        words = run_options(config, tmp_path / name, *source, f"--data.store_path={tmp_path / name}.zarr")
         records.append([record.get("loss", record.get("val/loss")) for record in run_train(*words)])
-        forecasts.append(run_forecast(words, tmp_path / f"{len(records)}.zarr"))
+        forecasts.append(run_forecast(words, tmp_path / f"{name}/forecast.zarr"))
     assert records[0] == records[1] and len(records[0]) > 3
     xr.testing.assert_equal(*forecasts)
 
