@@ -14,6 +14,7 @@ from zarr.codecs import BloscCodec
 from datasets.archive import open_archive
 from datasets.shards import register_codecs
 from errors import DataError
+from tests.sample_archives import netcdf
 
 T2M, DATE = "2m_temperature", "2020-01-01T12:00:00"  # the third
 HOURS = "hours since 2020-01-01"
@@ -32,24 +33,12 @@ def fields() -> np.ndarray:
 
 def store(path: Path, codec: str) -> Path:
     """A Zarr with a chunk a date; the file of the third. Of "sharded" two are a file."""
-    format = 3 if codec in ("zarr3", "sharded") else 2
-    root = zarr.open_group(str(path), mode="w", zarr_format=format)
-    for name, values in AXES.items():
-        named: dict[str, Any] = {"dimension_names": (name,)} if format == 3 else {}
-        array = root.create_array(name, data=values, **named)
-        array.attrs.update({"_ARRAY_DIMENSIONS": [name], **({"units": HOURS} if name == "time" else {})})
-    array = root.create_array(
-        T2M,
-        shape=(5, 6, 8),
-        chunks=(1, 6, 8),
-        shards=(2, 6, 8) if codec == "sharded" else None,
-        dtype="f4",
-        compressors="auto" if format == 3 else CODECS[codec],
-        fill_value=0.0,
-        dimension_names=tuple(AXES) if format == 3 else None,
-    )
-    array[:] = fields()
-    array.attrs["_ARRAY_DIMENSIONS"] = tuple(AXES)
+    ds = xr.Dataset({T2M: (tuple(AXES), fields())}, AXES)
+    ds["time"].attrs["units"] = HOURS
+    encoding: dict[str, Any] = {"chunks": (1, 6, 8)} | ({"shards": (2, 6, 8)} if codec == "sharded" else {})
+    own = {"compressors": CODECS[codec], "_FillValue": 0.0} if codec in CODECS else {"fill_value": 0.0}
+    zarr_format = 2 if codec in CODECS else 3
+    ds.to_zarr(path, zarr_format=zarr_format, encoding={T2M: encoding | own}, consolidated=False)
     return path / T2M / {"zarr3": "c/2/0/0", "sharded": "c/1/0/0"}.get(codec, "2.0.0")
 
 
@@ -65,10 +54,9 @@ def test_a_damaged_chunk_is_one_line(tmp_path, codec):
 
 
 def test_damage_that_hdf5_has_a_checksum_against(tmp_path):
-    path = tmp_path / "data.h5"
-    attributes = {name: {"units": HOURS} if name == "time" else {} for name in AXES}
-    ds = xr.Dataset({"t2m": (tuple(AXES), fields())}, {n: (n, v, attributes[n]) for n, v in AXES.items()})
-    ds.to_netcdf(path, engine="h5netcdf", encoding={"t2m": {"chunksizes": (1, 6, 8), "fletcher32": True}})
+    ds = xr.Dataset({"t2m": (tuple(AXES), fields())}, AXES)
+    ds["time"].attrs["units"] = HOURS
+    path = Path(netcdf(tmp_path, ds, "data.h5", {"t2m": {"chunksizes": (1, 6, 8), "fletcher32": True}}))
     with h5py.File(path) as file:
         field: Any = file["t2m"]
         offset = field.id.get_chunk_info(2).byte_offset
