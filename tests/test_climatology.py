@@ -79,7 +79,8 @@ def test_the_recipe(years, path: Path, tmp_path: Path, monkeypatch: pytest.Monke
 @pytest.mark.parametrize(("first", "step"), [(0, 6), (0, 3), (6, 12)])
 def test_less_than_a_year_gives_means_by_hour_of_day(first: int, step: int, tmp_path: Path) -> None:
     """31 December of a short year counts once, not twice as by day of year. Of the hours that there are."""
-    truth, path = analyses(grid(4, 6, poles=False), 40)[[T2M]], tmp_path / "c.zarr"
+    truth = analyses(grid(4, 6, poles=False), 40)[[T2M]]
+    path = tmp_path / "c.zarr"
     times = truth.time.values[0] + (first + step * np.arange(40)) * np.timedelta64(1, "h")
     truth = truth.assign_coords(time=times)
     archive = open_archive(write(truth, tmp_path / "truth.zarr"))
@@ -90,7 +91,8 @@ def test_less_than_a_year_gives_means_by_hour_of_day(first: int, step: int, tmp_
     field = open_climatology(str(path)).field(np.datetime64("1999-07-07T18", "s"), [T2M])
     np.testing.assert_array_equal(field[0], stored[T2M].sel(hour=18).values)
     # It is computed once; one that is damaged is computed again.
-    chunk, written = path / "hour/c/0", (path / "hour/c/0").stat().st_mtime_ns
+    chunk = path / "hour/c/0"
+    written = chunk.stat().st_mtime_ns
     compute_climatology(archive, [T2M], np.arange(40), str(path))
     assert chunk.stat().st_mtime_ns == written
     chunk.write_bytes(chunk.read_bytes()[:-1])
@@ -152,8 +154,8 @@ def test_days_and_hours_are_found_by_label(path: Path, tmp_path: Path) -> None:
     some = {"summer": np.arange(152, 244), "365": np.arange(1, 366), "turned": np.arange(366, 0, -1)}
     dates = {"2021-02-01T12": 32, "2021-07-15T00": 196, "2020-12-31T12": 366, "2021-12-31T00": 365}
     for (name, days), (date, day) in product(some.items(), dates.items()):
-        part, time = stored.sel(dayofyear=days), np.datetime64(date, "s")
-        found = open_climatology(write(part, tmp_path / f"{name}{day}.zarr"))
+        found = open_climatology(write(stored.sel(dayofyear=days), tmp_path / f"{name}{day}.zarr"))
+        time = np.datetime64(date, "s")
         assert found.has(time) == (day in days)
         if day in days:
             wanted = stored.sel(hour=int(date[-2:]), dayofyear=day)

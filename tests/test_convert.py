@@ -181,7 +181,8 @@ def in_a_process(argv: list[str]) -> None:
 @pytest.mark.parametrize("workers", [1, 2])
 def test_killed_and_continued_gives_equal_values(full: xr.Dataset, tmp_path: Path, workers: int) -> None:
     """Killed at random moments, with one process and with two dask workers."""
-    source, target, seed = tmp_path / "full.nc", tmp_path / "killed", random.Random(workers)
+    source, target = tmp_path / "full.nc", tmp_path / "killed"
+    seed = random.Random(workers)
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["tests.test_convert"])
     arguments = [str(source), str(target), "--workers", str(workers)]
@@ -256,7 +257,8 @@ def test_a_complete_store_grows_with_its_source(
     """Values, moments and sums are those of a conversion at once with the packing of the first dates; also
     after an interruption, and where the source has lost its first dates. What was there before is compared.
     """
-    source, target, options = tmp_path / "source.nc", tmp_path / "target", ("--dtype", dtype)
+    source, target = tmp_path / "source.nc", tmp_path / "target"
+    options = ("--dtype", dtype)
     write(full.isel(time=slice(14)), source)
     for _ in range(2):
         convert(source, target, *options)

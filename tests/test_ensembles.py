@@ -57,11 +57,11 @@ def test_validation_scores_are_those_of_the_forecasts(options, tmp_path):
     found, history = records(run_folder(options))[-1], load_checked(options).data.history
     members = make_forecast(options, tmp_path / "f.zarr", "--forecast.num_members", "3")
     archive = xr.open_zarr(run_folder(options).parent / "holes.zarr")[NAME].sel(latitude=members.latitude)
-    area, step = area_weights(members.latitude.values)[:, None], np.timedelta64(6, "h")
+    area = area_weights(members.latitude.values)[:, None]
     for lead, suffix in enumerate(("", "@12h")):
         rows = []
         for date in members.time.values[history - 1 :]:  # windows of a validation keep to its period
-            if (valid := date + (lead + 1) * step) not in archive.time:
+            if (valid := date + (lead + 1) * np.timedelta64(6, "h")) not in archive.time:
                 continue
             truth, start = archive.sel(time=[valid, date]).transpose("time", "latitude", ...).values
             x = members.sel(time=date).isel(prediction_timedelta=lead).values.astype(np.float64)

@@ -252,7 +252,8 @@ def test_without_all_hours_of_the_day_there_is_no_acc(run, folder, truth, tmp_pa
 def test_a_coarse_climatology_does_not_coarsen_the_comparison(run, truth, tmp_path) -> None:
     """As a baseline it did, and regions were chosen on another grid than they were scored on."""
     coarse = truth.isel(latitude=slice(1, None, 5), longitude=slice(None, None, 6))
-    path, found = write(climatology(coarse), tmp_path / "coarse.zarr"), []
+    path = write(climatology(coarse), tmp_path / "coarse.zarr")
+    found = []
     for baselines in ("", "climatology"):
         run("--regions=global,europe", "--climatology", path, f"--baselines={baselines}")
         found.append(scores_in(tmp_path).sel(forecast="model", metric=["rmse", "acc"]))
@@ -384,11 +385,8 @@ def test_damped_persistence_decays_to_the_climatology_of_the_date(folder, truth,
     """It decayed to the mean of the training period. Each state is read once for all leads. The factors are
     those of least squares, over cells with a value.
     """
-    means, names, truth = (
-        open_climatology(str(folder / "means.zarr")),
-        [T2M, "geopotential:500"],
-        truth.copy(deep=True),
-    )
+    means, names = open_climatology(str(folder / "means.zarr")), [T2M, "geopotential:500"]
+    truth = truth.copy(deep=True)
     truth[T2M][3:5, 2, 3] = np.nan
     archive = open_archive(write(truth, tmp_path / "holes.zarr"))
     factors = fit_damping(archive, names, np.arange(10)[:, None] + np.array([0, 2, 4]), means.field)

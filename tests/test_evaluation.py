@@ -143,10 +143,8 @@ def test_only_what_is_asked_for(tmp_path, forecast, truth) -> None:
 
 def test_other_grids_are_regridded_to_the_coarser_one(tmp_path, forecast, truth) -> None:
     """A fine forecast against a coarse truth, and the other way round."""
-    fine_truth, coarse = (
-        analyses(grid(19, 24, poles=True), 20, seed=5),
-        open_archive(write(truth, tmp_path / "c")),
-    )
+    fine_truth = analyses(grid(19, 24, poles=True), 20, seed=5)
+    coarse = open_archive(write(truth, tmp_path / "coarse.zarr"))
     fine = open_forecast(write(forecasts(fine_truth, 4, LEADS), tmp_path / "fine.zarr"))
     found = evaluate_one(fine, coarse, variables=[Z500])
     field = fine.read_block(slice(0, 4), slice(0, 1), [Z500])[:, 0, 0]
@@ -161,7 +159,8 @@ def test_other_grids_are_regridded_to_the_coarser_one(tmp_path, forecast, truth)
 def test_forecasts_are_compared_on_one_grid(tmp_path, forecast) -> None:
     """The same forecast on half the cells had an error of its own grid: significantly better by half."""
     truth = analyses(grid(12, 16, poles=False), 20, seed=3)
-    coarse, fine = analyses(grid(6, 8, poles=False), 20), forecasts(truth, 7, LEADS)
+    coarse = analyses(grid(6, 8, poles=False), 20)
+    fine = forecasts(truth, 7, LEADS)
     halved = forecast.copy(deep=True)
     of_fine, of_halved = (open_archive(write(ds, tmp_path / str(ds.sizes))).grid for ds in (truth, coarse))
     regridder = Regridder(of_fine, of_halved)
@@ -209,7 +208,8 @@ def test_a_missing_date_or_cell_leaves_only_itself_out(tmp_path, truth) -> None:
     """Neither as the initial state of date 3 nor as the truth 6 h after date 2."""
 
     def persisted(truth: xr.Dataset, name: str) -> OneForecast:
-        archive, leads = open_archive(write(truth, tmp_path / name)), np.array(LEADS, "m8[h]").astype("m8[s]")
+        archive = open_archive(write(truth, tmp_path / name))
+        leads = np.array(LEADS, "m8[h]").astype("m8[s]")
         return evaluate_one(Baseline(archive, archive.variables, archive.times[:8], leads), archive)
 
     whole, lacking, cell = truth.fillna(280), truth.fillna(280), truth.fillna(280)
@@ -302,9 +302,9 @@ def test_a_forecast_that_blew_up_is_not_left_out(tmp_path, truth, suffix: str) -
 
 
 def test_a_wind_vector_has_no_date_that_a_component_lacks(tmp_path, forecast, truth) -> None:
-    lacking, wind = forecast.copy(deep=True), "wind_vector:500"
+    lacking = forecast.copy(deep=True)
     lacking["v_component_of_wind"][2] = np.nan
-    found, whole = (squares(score(tmp_path, each, truth), wind) for each in (lacking, forecast))
+    found, whole = (squares(score(tmp_path, each, truth), f"{WIND}:500") for each in (lacking, forecast))
     np.testing.assert_array_equal(found, np.where(np.arange(7)[:, None] == 2, np.nan, whole))
 
 

@@ -56,7 +56,8 @@ def run(tmp_path_factory) -> Path:
 def write_archive(folder: Path) -> str:
     """Ten days of waves that travel east, on 6 x 8 points."""
     ds = small_dataset({"2m_temperature": small_wave(40, size=1.0)}).drop_attrs()
-    wave, levels = ds["2m_temperature"], xr.DataArray([1.0, 0.5], {"level": [500, 850]})
+    wave = ds["2m_temperature"]
+    levels = xr.DataArray([1.0, 0.5], {"level": [500, 850]})
     upper = wave.expand_dims(level=levels.level, axis=1)
     ds["geopotential"] = (5e4 * levels**1.8 + 900 * levels * upper).astype("f4")
     ds["temperature"] = (310 - 60 * levels + 9 * levels * upper).astype("f4")
@@ -265,7 +266,8 @@ def test_bad_input_is_one_line(run, tmp_path, options, message):
 
 
 def test_a_full_disk_is_one_line_and_the_rest_is_written_later(run, plain, tmp_path, monkeypatch):
-    write, path = forecast.ForecastStore.write_chunks, tmp_path / "f.zarr"
+    path = tmp_path / "f.zarr"
+    write = forecast.ForecastStore.write_chunks
 
     def full(self, name, pairs, lead, fields):
         if pairs[0][0] == 4 and lead == 3:
@@ -287,7 +289,8 @@ def test_another_forecast_is_not_written_over(run, path, tmp_path):
     with pytest.raises(UserError, match=r"leads is \[6, .*, 30\] there and \[6, .*, 36\] here"):
         store(run, path, "--forecast.num_steps", "6")
     assert files(path) == before
-    intact, array = (path / "zarr.json").read_text(), path / "2m_temperature/zarr.json"
+    intact = (path / "zarr.json").read_text()
+    array = path / "2m_temperature/zarr.json"
     # Of the description of the forecast, and of the metadata of an array, consolidated and its own.
     description = intact.replace(r"\"leads\":", r"\"leads\";")
     for damaged in (description, intact.replace('"float32"', '"flo`t32"', 1), b"", b"{", b"\x82", b"{}"):
@@ -299,8 +302,8 @@ def test_another_forecast_is_not_written_over(run, path, tmp_path):
 
 def test_a_store_of_other_initial_states_is_not_finished(run, tmp_path):
     """The same path, dates and variables, but corrected values: the old forecasts were taken for these."""
-    path, options = tmp_path / "wb.zarr", ["--data.path", str(tmp_path / "wb.zarr")]
-    shutil.copytree(run.parent / "wb.zarr", path)
+    path = shutil.copytree(run.parent / "wb.zarr", tmp_path / "wb.zarr")
+    options = ["--data.path", str(path)]
     for _ in range(2):  # finished, and the same
         store(run, tmp_path / "f.zarr", *options)
     ds = xr.open_zarr(path).load().drop_encoding() + 1

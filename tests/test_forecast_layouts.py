@@ -74,7 +74,8 @@ def test_every_layout_gives_the_same_fields_and_scores(layout: str, truth, forec
         path = write(LAYOUTS[layout](forecast), tmp_path / "forecast.zarr")
     else:
         path = netcdf(tmp_path, forecast)
-    opened, missing = open_forecast(path), layout == "pangu"
+    opened = open_forecast(path)
+    missing = layout == "pangu"
     assert (opened.times == forecast.time.values).all() and opened.num_members == 1
     assert opened.leads.astype("timedelta64[h]").astype(int).tolist() == LEADS[missing:]
     assert (np.diff(opened.grid.latitude) < 0).all() and (np.diff(opened.grid.longitude) > 0).all()
@@ -114,10 +115,8 @@ def test_one_initial_date_without_a_dimension(forecast: xr.Dataset, tmp_path: Pa
 def test_what_is_no_forecast_is_refused(truth, forecast, tmp_path: Path) -> None:
     """By valid time they were scored as if by initial time: a perfect one had an error of 7 K."""
     days = ("prediction_timedelta", LEADS, {"units": "fortnights"})
-    starts = (
-        ("time", "prediction_timedelta"),
-        forecast.time.values[:, None] - forecast.prediction_timedelta.values,
-    )
+    starts = forecast.time.values[:, None] - forecast.prediction_timedelta.values
+    starts = (("time", "prediction_timedelta"), starts)
     ensemble = forecasts(truth, 2, LEADS, members=2)
     stored = {
         "analyses": truth,

@@ -76,10 +76,10 @@ BATCHES = [[2, 0], [3, 1], [0, 0], [1, 3], [2]]
 
 def write_store(path: Path, dtype: str = "f2") -> tuple[str, np.ndarray]:
     """Convert five dates in shards of four; return the path and the values as float32."""
-    source, words = weatherbench(path.parent, ds := analyses()[[NAME]]), {"f2": "float16", "f4": "float32"}
+    source = weatherbench(path.parent, ds := analyses()[[NAME]])
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(convert, "SHARD_DATES", 4)
-        training_store(source, path, "--dtype", words[dtype])
+        training_store(source, path, "--dtype", "float16" if dtype == "f2" else "float32")
     return str(path), (xr.open_zarr(path) if dtype == "f2" else ds)[NAME].values.astype("f4")
 
 

@@ -115,7 +115,8 @@ def test_a_full_disk_keeps_the_records_of_steps_that_are_done_again(tmp_path, mo
 
 def test_a_full_disk_loses_no_line(tmp_path, caplog):
     """A line that fits only in part is not written at all."""
-    path, limits = tmp_path / "metrics.jsonl", resource.getrlimit(resource.RLIMIT_FSIZE)
+    path = tmp_path / "metrics.jsonl"
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     journal = Journal(path)
     journal.write({"step": 1})
     try:

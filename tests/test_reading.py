@@ -114,7 +114,8 @@ def test_two_different_dates_are_refused_where_neither_or_both_say_so(tmp_path, 
 
 
 def test_a_selected_step_is_dated_by_its_valid_time_or_refused(tmp_path):
-    ds, hours = cfgrib_forecasts(TIME, START, 3), {"step": {"units": "hours", "dtype": "i4"}}
+    ds = cfgrib_forecasts(TIME, START, 3)
+    hours = {"step": {"units": "hours", "dtype": "i4"}}
     archive = opened(tmp_path, ds, {"step": "12"}, hours)
     assert archive.times[0] == np.datetime64("2020-01-01T12")
     for number, start in enumerate((START, TIME)):
@@ -343,7 +344,8 @@ def test_a_selection_applies_to_the_arrays_that_have_the_label(tmp_path):
     """The advice heightAboveGround=80.0 was refused because another array has 2.0. One with a single height
     has it in its name, and is no choice.
     """
-    path, name = netcdf(tmp_path, heights(), "u.nc"), "80m_u_component_of_wind"
+    path = netcdf(tmp_path, heights(), "u.nc")
+    name = "80m_u_component_of_wind"
     netcdf(tmp_path, on_cells("t2m").expand_dims(heightAboveGround=[2.0], axis=1), "t2m.nc")
     assert "heightAboveGround=10.0" in refusal(path, "u_component_of_wind")
     archive = open_archive(str(tmp_path / "*.nc"), {"heightAboveGround": "80"})

@@ -149,10 +149,8 @@ def era5(tmp_path_factory) -> Path:
     """
     time = np.datetime64("2017-12-11", "ns") + np.arange(112) * np.timedelta64(6, "h")
     coords = {"time": time, "level": LEVELS, "longitude": np.arange(64) * 5.625}
-    dataset, rng = (
-        xr.Dataset(coords=coords | {"latitude": -87.1875 + np.arange(32) * 5.625}),
-        np.random.default_rng(0),
-    )
+    rng = np.random.default_rng(0)
+    dataset = xr.Dataset(coords=coords | {"latitude": -87.1875 + np.arange(32) * 5.625})
     encoding: dict[str, Any] = {"time": {"units": "hours since 1959-01-01", "dtype": "int64"}}
     for name, (long_name, units, mean, spread) in (UPPER | SURFACE | STATIC).items():
         dims = [dim for dim in dataset.sizes if dim not in ("time", "level")]

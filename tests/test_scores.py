@@ -131,9 +131,10 @@ def test_a_field_without_truth_is_absent_and_a_region_off_the_grid_too() -> None
 
 def test_regions_are_the_cells_whose_centres_lie_inside() -> None:
     """Counted by hand on WeatherBench2's 240 x 121 grid, every 1.5 degrees from the poles and from 0 E."""
-    grid, size = make_grid(121, 240, poles=True), {}
+    grid = make_grid(121, 240, poles=True)
     with pytest.raises(ConfigError, match="'arctics'"):
         RegionMeans(grid, ["arctics"])
+    size = {}
     for name in REGIONS:
         mean = RegionMeans(grid, [name])
         columns = sum(part.stop - part.start for part in mean.stretches[0])
@@ -179,7 +180,8 @@ def test_both_components_of_a_wind_vector_are_found() -> None:
 def test_means_do_not_depend_on_threads_nor_on_the_block_of_variables() -> None:
     """The bits: ranks of one run may have other numbers of threads."""
     grid, threads = make_grid(37, 72, True), torch.get_num_threads()
-    (f, t, c), mean = fields(grid), RegionMeans(grid, ["global"])
+    f, t, c = fields(grid)
+    mean = RegionMeans(grid, ["global"])
     found = statistics_of(f, t, c, mean)
     alone = [statistics_of(f[[v]], t[[v]], c[[v]], mean) for v in range(3)]
     assert torch.equal(found, torch.cat(alone, dim=1))

@@ -50,7 +50,8 @@ def test_variables_and_dates_are_joined(options: list[str]) -> None:
 
 
 def test_what_cannot_be_joined_names_the_source(options: list[str], tmp_path: Path) -> None:
-    data, wind = load_checked(options).data, (("time", "latitude", "longitude"), np.zeros((37, 6, 8), "f4"))
+    data = load_checked(options).data
+    wind = (("time", "latitude", "longitude"), np.zeros((37, 6, 8), "f4"))
     for units in ("knots", "m s-1"):
         write_sea(tmp_path, {WIND: (*wind, {"units": units})})
         with pytest.raises(DataError, match=f"(?s): {WIND} has different values .*sea.nc"):
@@ -66,7 +67,8 @@ def test_what_cannot_be_joined_names_the_source(options: list[str], tmp_path: Pa
 def test_another_static_field_is_another_meaning_of_the_weights(tmp_path: Path) -> None:
     words = [f"--data.path={tmp_path / 'wb.zarr'}", '--data.static_variables=["land_sea_mask"]']
     options = run_options(write_config(tmp_path), tmp_path / "run", *words)
-    wind, rng = xr.open_zarr(tmp_path / "wb.zarr")[WIND][0].drop_vars("time"), np.random.default_rng(0)
+    wind = xr.open_zarr(tmp_path / "wb.zarr")[WIND][0].drop_vars("time")
+    rng = np.random.default_rng(0)
     for name in ("mask", "other"):
         mask = (wind * 0 + rng.random((6, 8)).astype("f4").round()).drop_attrs()
         mask.to_dataset(name="land_sea_mask").to_netcdf(tmp_path / f"{name}.nc", engine="h5netcdf")

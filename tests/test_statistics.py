@@ -53,8 +53,10 @@ def test_statistics_are_those_of_all_dates_at_once(tmp_path, dates, empty):
     if empty:
         ds[empty][3] = np.nan
     store = training_store(weatherbench(tmp_path, ds), tmp_path / "store")
-    area, complete = area_weights(store.grid.latitude), [date for date in dates if date != 3 or not empty]
-    fields, statistics = values(ds).astype(np.float64), of(store, dates)
+    area = area_weights(store.grid.latitude)
+    complete = [date for date in dates if date != 3 or not empty]
+    fields = values(ds).astype(np.float64)
+    statistics = of(store, dates)
     mean, std = moments(fields[complete], area)
     np.testing.assert_allclose(statistics.mean, mean, rtol=1e-12, atol=1e-13)
     np.testing.assert_allclose(statistics.std, std, rtol=1e-12)

@@ -30,8 +30,8 @@ def run(
 ) -> Scores:
     """steps: those that samples have, if they are not the leads."""
     samples = selection_of(archive).samples_by_lead("validation", steps or leads)
-    dataset, device = FieldDataset(archive, NAMES, samples), torch.device("cpu")
-    return Validation(dataset, leads, 6, device, batch_size, workers).run(model, {}, loss)
+    dataset = FieldDataset(archive, NAMES, samples)
+    return Validation(dataset, leads, 6, torch.device("cpu"), batch_size, workers).run(model, {}, loss)
 
 
 def reference_rmse(lead: int) -> np.ndarray:
@@ -102,7 +102,9 @@ def test_the_loss_is_of_one_step_and_has_the_cells_of_training(one_rank, archive
 
 def test_a_factor_does_not_depend_on_other_leads(one_rank, archive):
     """train.py and evaluate.py ask for different leads, and must draw the same damped persistence."""
-    selection, mean, factors = selection_of(archive), torch.zeros(len(NAMES), 6, 8), []
+    selection = selection_of(archive)
+    mean = torch.zeros(len(NAMES), 6, 8)
+    factors = []
     for leads in ([1], [1, 2, 4]):
         samples = selection.samples_by_lead("train", leads, limit=4)
         fitted = fit_baselines(archive, NAMES, samples, mean, leads)
