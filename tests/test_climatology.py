@@ -182,10 +182,8 @@ def test_stores_of_other_orders_and_types(path: Path, tmp_path: Path) -> None:
     turned = write(
         stored.transpose("dayofyear", "longitude", "latitude", "level", "hour"), tmp_path / "t.zarr"
     )
-    found, expected = (
-        open_climatology(str(each)).field(np.datetime64("2021-06-01T12", "s"), NAMES)
-        for each in (turned, path)
-    )
+    time = np.datetime64("2021-06-01T12", "s")
+    found, expected = (open_climatology(str(each)).field(time, NAMES) for each in (turned, path))
     np.testing.assert_array_equal(found, expected, strict=True)
 
 

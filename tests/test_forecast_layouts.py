@@ -115,8 +115,7 @@ def test_one_initial_date_without_a_dimension(forecast: xr.Dataset, tmp_path: Pa
 def test_what_is_no_forecast_is_refused(truth, forecast, tmp_path: Path) -> None:
     """By valid time they were scored as if by initial time: a perfect one had an error of 7 K."""
     days = ("prediction_timedelta", LEADS, {"units": "fortnights"})
-    starts = forecast.time.values[:, None] - forecast.prediction_timedelta.values
-    starts = (("time", "prediction_timedelta"), starts)
+    starts = (forecast.time - forecast.prediction_timedelta).variable
     ensemble = forecasts(truth, 2, LEADS, members=2)
     stored = {
         "analyses": truth,

@@ -719,7 +719,7 @@ def in_radians(ds: xr.Dataset) -> xr.Dataset:
 
 NONE = float("nan")
 
-FILL_OF_OTHER_TYPE = packed(np.zeros((5, 6, 8), "i2"), scale_factor=0.1, missing_value=1e20)
+OF_OTHER_TYPE = packed(np.zeros((5, 6, 8), "i2"), scale_factor=0.1, missing_value=1e20)
 REFUSED = {  # how the analyses are changed, the variable that is read, words of the line
     "a speed": (lambda ds: with_units(ds, T2M, "m s-1"), T2M, ["'m s-1'", "'K'"]),
     "a temperature": (lambda ds: with_units(ds, "geopotential", "K"), Z500, ["'K'", "'m2 s-2'"]),
@@ -727,8 +727,8 @@ REFUSED = {  # how the analyses are changed, the variable that is read, words of
     "two scales": (with_scale(np.array([1.0, 2.0])), T2M, ["scale_factor"]),
     "a scale of NaN": (with_scale(np.nan), T2M, ["scale_factor"]),
     "a scale of text": (with_scale("ten"), T2M, ["scale_factor"]),
-    "a fill of its type": (
-        lambda _: FILL_OF_OTHER_TYPE,
+    "a fill of another type": (
+        lambda _: OF_OTHER_TYPE,
         T2M,
         ["_FillValue 1e+20 does not fit its type int16"],
     ),
