@@ -140,6 +140,15 @@ def test_memory_of_a_batch_is_used_again_when_nothing_refers_to_it(dataset):
     assert len(places) <= 4 + 3 + 2  # read ahead; in use, given before, begun; just filled by a thread
 
 
+def test_a_state_of_several_samples_is_decoded_once(dataset, monkeypatch):
+    read, fill = list[int](), TrainingStore.fill
+    counted: Any = lambda store, date, *rest: read.append(date) or fill(store, date, *rest)  # noqa: E731
+    monkeypatch.setattr(TrainingStore, "fill", counted)
+    fields, _ = next(iter(Loader(dataset, [[0, 1, 2, 3]], 1)))
+    assert sorted(read) == [0, 1, 2, 3, 4]
+    assert equal(dataset.unpack(fields), dataset.__getitems__([0, 1, 2, 3])[0])
+
+
 def test_a_missing_date_is_missing_values(dataset):
     (fields, _), *_ = Loader(dataset.with_dates(np.array([[0, -1]])), [[0]], 2)
     assert torch.isnan(fields[0, 1]).all() and torch.isfinite(fields[0, 0]).any()
