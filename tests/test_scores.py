@@ -1,4 +1,4 @@
-"""Every score against loops in plain Python, which share no code with it; spectra; the test of differences."""
+"""Every score against loops in plain Python, without its code; spectra; the test of differences."""
 
 import itertools
 import math
