@@ -1,5 +1,6 @@
 """Small analyses, forecasts and climatologies for the tests and benchmarks of scores."""
 
+import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -12,12 +13,12 @@ from torch import Tensor
 from torch.distributed.checkpoint import state_dict_loader
 
 from config import Model
-from datasets.archive import Archive
+from datasets.archive import Archive, open_archive
 from models.vit import VisionTransformer
-from verification.climatology import Climatology
+from verification.climatology import Climatology, open_climatology
 from verification.matching import ForecastFields
 from verification.scores_by_date import Evaluation, evaluate
-from verification.tables import by_variable
+from verification.stores import open_forecast
 
 UPPER = ("geopotential", "u_component_of_wind", "v_component_of_wind")
 SURFACE = ("2m_temperature",)
@@ -48,22 +49,17 @@ def forecasts(
 ) -> xr.Dataset:
     """Twice a day the truth plus errors that grow: (time, prediction_timedelta[, number][, level], ...)"""
     rng, times = np.random.default_rng(seed), truth.time.values[: 2 * num_dates : 2]
-    leads = np.asarray(lead_hours) * HOURS
-    valid = xr.DataArray(times[:, None] + leads, dims=("time", "prediction_timedelta"))
+    axes = {"time": times, "prediction_timedelta": np.asarray(lead_hours) * HOURS}
+    valid = xr.DataArray(times[:, None] + axes["prediction_timedelta"], axes, list(axes))
     found = truth.rename(time="valid").sel(valid=valid).drop_vars("valid")
     if members:
         found = found.expand_dims(number=np.arange(members), axis=2)
-    noisy = {}
+    growth = xr.DataArray(np.sqrt(1 + np.arange(len(lead_hours))), dims="prediction_timedelta")
     for name, field in found.items():
-        dims = ["time", "prediction_timedelta", *["number"] * bool(members)]
-        field = field.transpose(*dims, ...)
-        size = 0.1 * float(truth[name].std()) * np.sqrt(1 + np.arange(len(leads)))
-        size = size.reshape(1, -1, *[1] * (field.ndim - 2))
-        noise = size * rng.normal(0.3, 1, field.shape)
-        noisy[name] = (field.dims, (field.values + noise).astype("f4"))
-    coords = {dim: truth[dim] for dim in ("level", "latitude", "longitude")}
-    coords |= {"number": np.arange(members)} if members else {}
-    return xr.Dataset(noisy, {"time": times, "prediction_timedelta": leads, **coords})
+        field = field.transpose("time", "prediction_timedelta", *["number"] * bool(members), ...)
+        noise = field.copy(data=rng.normal(0.3, 1, field.shape))
+        found[name] = (field + 0.1 * float(truth[name].std()) * growth * noise).astype("f4")
+    return found
 
 
 def climatology(truth: xr.Dataset, seed: int = 2) -> xr.Dataset:
@@ -119,36 +115,19 @@ def plain_forecast(
 
 
 class OneForecast(NamedTuple):
-    """Scores of one forecast: (metric, region, lead_time[, level]), those of dates with `time` first."""
+    """Scores (metric, region, lead_time[, level]) of one forecast, those of dates (initial_time, lead_time,
+    variable, region, score), and spectra.
+    """
 
     scores: xr.Dataset
-    by_date: xr.Dataset
+    by_date: xr.DataArray
     spectra: xr.Dataset | None
 
 
 def of_one(found: Evaluation, name: str) -> OneForecast:
-    """What an evaluation has of one forecast, without metrics that are not its own."""
-    scores = found.scores.sel(forecast=name, drop=True)
-    if found.scores["num_members"].sel(forecast=name) == 1:
-        ensemble = ["crps", "spread", "spread_skill_ratio", "unbiased_spread_skill_ratio"]
-        scores = scores.drop_sel(metric=ensemble, errors="ignore")
-    rows = (
-        found.by_date["statistics"].sel(forecast=name, drop=True).rename(initial_time="time", score="metric")
-    )
-    metrics = {str(metric): rows.sel(metric=metric, drop=True) for metric in rows["metric"].values}
-    broken = np.isinf(metrics["mse"])
-    metrics["rmse_sqrt_before_time_avg"] = metrics["mse"] ** 0.5
-    if "anomaly_covariance" in metrics:
-        product = metrics["forecast_anomaly_square"] * metrics["truth_anomaly_square"]
-        with np.errstate(invalid="ignore"):
-            metrics["acc"] = (metrics["anomaly_covariance"] / product**0.5).where(~broken, np.inf)
-    names = xr.DataArray(list(metrics), dims="metric", name="metric")
-    array = xr.concat(list(metrics.values()), names).isel(region=[0])
-    array = array.transpose("time", "metric", "region", "lead_time", "variable")
-    array = array.assign_coords(num_dates=scores["num_dates"])
-    units = {str(name): scores[name].attrs["units"] for name in scores.data_vars}
-    by_date = by_variable(array, rows["variable"].values.tolist(), units)
-    return OneForecast(scores, by_date, found.spectra.get(name))
+    """What an evaluation has of one forecast."""
+    by_date = found.by_date["statistics"].sel(forecast=name, drop=True)
+    return OneForecast(found.scores.sel(forecast=name, drop=True), by_date, found.spectra.get(name))
 
 
 def evaluate_one(
@@ -156,3 +135,16 @@ def evaluate_one(
 ) -> OneForecast:
     """Scores of a single forecast."""
     return of_one(evaluate({"forecast": forecast}, truth, climatology, **options), "forecast")
+
+
+def score(
+    folder: Path, forecast: xr.Dataset, truth: xr.Dataset, means: Any = None, **options: Any
+) -> OneForecast:
+    """Scores of a forecast with the climatology `means`, or none, read from files in a new folder."""
+    new = Path(tempfile.mkdtemp(dir=folder))
+    opened = (
+        open_forecast(write(forecast, new / "forecast.zarr")),
+        open_archive(write(truth, new / "truth.zarr")),
+    )
+    climatology = None if means is None else open_climatology(write(means, new / "climatology.zarr"))
+    return evaluate_one(*opened, climatology, **options)

@@ -1,8 +1,8 @@
 """A real S3 server (moto's) in threads of this process, slow and unreliable as asked.
 
-    with S3Server({"bucket/data.zarr": folder}, latency=0.05, error_rate=0.1) as server:
+    with S3Server({"bucket/data.zarr": folder}) as server:
+        server.latency, server.error_rate = 0.05, 0.1
         open_archive("s3://bucket/data.zarr", access=Access(server.options))
-        server.error_rate = 0.0
 
 Of the requests that fail a third are answered 503, a third cut off, and of a third half of the body comes.
 A bucket named "forbidden" answers 403. `needs_s3()` skips a test where obstore or moto are absent.
@@ -31,9 +31,9 @@ def needs_s3() -> None:
 class S3Server:
     """Serves local folders as "bucket/prefix"; latency in seconds before each answer."""
 
-    def __init__(self, folders: Mapping[str, Path], latency: float = 0.0, error_rate: float = 0.0) -> None:
+    def __init__(self, folders: Mapping[str, Path]) -> None:
         needs_s3()
-        self.folders, self.latency, self.error_rate = folders, latency, error_rate
+        self.folders, self.latency, self.error_rate = folders, 0.0, 0.0
         self.random = random.Random(0)
         self.seen: list[str] = []  # requests, "GET /bucket/data.zarr/.zmetadata"
 
@@ -48,10 +48,8 @@ class S3Server:
             def log(self, *_: Any, **__: Any) -> None:
                 pass
 
-        self.backend, self.public = (
-            models.s3_backends["123456789012"]["aws"],
-            models.get_canned_acl("public-read"),
-        )
+        self.backend = models.s3_backends["123456789012"]["aws"]
+        self.public = models.get_canned_acl("public-read")
         for key, folder in self.folders.items():
             self.upload(key, folder)
         self.serve = moto.DomainDispatcherApplication(moto.create_backend_app)

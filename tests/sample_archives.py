@@ -1,6 +1,7 @@
 """The same small set of analyses, written in every layout that users have."""
 
 from pathlib import Path
+from typing import Any
 
 import h5py
 import numpy as np
@@ -88,18 +89,22 @@ def packed_zarr(path: Path, ds: xr.Dataset) -> str:
     return str(path / "packed.zarr")
 
 
+def netcdf(folder: Path, ds: xr.Dataset | xr.DataArray, name: str = "a.nc", encoding: Any = None) -> str:
+    """Write a file; return its path."""
+    ds.to_netcdf(folder / name, engine="h5netcdf", encoding=encoding)
+    return str(folder / name)
+
+
 def cds_new(path: Path, ds: xr.Dataset) -> str:
     ds = ds.rename(CDS | SHORT).isel(pressure_level=slice(None, None, -1))
     ds = ds.assign_coords(number=0, expver=("valid_time", ["0001"] * 5))
     ds = ds.assign_coords(pressure_level=ds.pressure_level.astype("f8").assign_attrs(units="hPa"))
-    ds.to_netcdf(path / "new.nc", engine="h5netcdf")
-    return str(path / "new.nc")
+    return netcdf(path, ds, "new.nc")
 
 
 def cds_number_per_time(path: Path, ds: xr.Dataset) -> str:
     ds = ds.rename(CDS | SHORT).assign_coords(number=("valid_time", [0] * 5))
-    ds.to_netcdf(path / "number.nc", engine="h5netcdf")
-    return str(path / "number.nc")
+    return netcdf(path, ds, "number.nc")
 
 
 def expver_dimension(path: Path, ds: xr.Dataset) -> str:
@@ -110,8 +115,7 @@ def expver_dimension(path: Path, ds: xr.Dataset) -> str:
         [final.where(first), later.where(~first)], xr.DataArray([1, 5], dims="expver", name="expver")
     )
     both = both.transpose("time", "expver", ...).rename({k: v for k, v in SHORT.items() if v != "lsm"})
-    both.merge(ds[["land_sea_mask"]]).to_netcdf(path / "expver.nc", engine="h5netcdf")
-    return str(path / "expver.nc")
+    return netcdf(path, both.merge(ds[["land_sea_mask"]]), "expver.nc")
 
 
 def packing(ds: xr.Dataset) -> dict:
@@ -119,13 +123,8 @@ def packing(ds: xr.Dataset) -> dict:
     encoding = {}
     for name in ds.data_vars:
         low, high = float(ds[name].min()), float(ds[name].max())
-        scale = (high - low) / 65530 or 1.0
-        encoding[name] = {
-            "dtype": "i2",
-            "scale_factor": scale,
-            "add_offset": (low + high) / 2,
-            "_FillValue": -32767,
-        }
+        numbers = {"scale_factor": (high - low) / 65530 or 1.0, "add_offset": (low + high) / 2}
+        encoding[name] = numbers | {"dtype": "i2", "_FillValue": -32767}
     return encoding
 
 
@@ -138,14 +137,14 @@ def cds_old(path: Path, ds: xr.Dataset) -> str:
 
 def file_a_variable(path: Path, ds: xr.Dataset) -> str:
     for name in ds.data_vars:
-        ds[[name]].to_netcdf(path / f"{name}.nc", engine="h5netcdf")
+        netcdf(path, ds[[name]], f"{name}.nc")
     (path / "README").write_text("not data")
     return str(path)
 
 
 def file_a_year(path: Path, ds: xr.Dataset) -> str:
     for year, part in ds.groupby("time.year"):
-        part.to_netcdf(path / f"era5_{year}.nc", engine="h5netcdf")
+        netcdf(path, part, f"era5_{year}.nc")
     return str(path / "era5_*.nc")
 
 
@@ -153,8 +152,7 @@ def west_first(path: Path, ds: xr.Dataset) -> str:
     """-180..135, with levels in Pa and the names of other models."""
     ds = ds.assign_coords(longitude=(ds.longitude + 180) % 360 - 180).sortby("longitude")
     ds = ds.assign_coords(level=("level", np.array(LEVELS) * 100.0, {"units": "Pa"}))
-    ds.rename(latitude="lat", longitude="lon", level="plev").to_netcdf(path / "west.nc", engine="h5netcdf")
-    return str(path / "west.nc")
+    return netcdf(path, ds.rename(latitude="lat", longitude="lon", level="plev"), "west.nc")
 
 
 def ncep(path: Path, ds: xr.Dataset) -> str:
@@ -163,15 +161,13 @@ def ncep(path: Path, ds: xr.Dataset) -> str:
     ds = ds.isel(level=slice(None, None, -1))
     ds = ds.assign_coords(level=ds.level.astype("f4").assign_attrs(units="millibar"))
     encoding = {"time": {"units": "hours since 1800-01-01 00:00:0.0", "dtype": "f8"}}
-    ds.to_netcdf(path / "ncep.nc", engine="h5netcdf", encoding=encoding)
-    return str(path / "ncep.nc")
+    return netcdf(path, ds, "ncep.nc", encoding)
 
 
 def westwards_with_cyclic_column(path: Path, ds: xr.Dataset) -> str:
     again = ds.isel(longitude=[0]).assign_coords(longitude=[360.0])
     ds = xr.concat([ds, again], "longitude", data_vars="minimal").isel(longitude=slice(None, None, -1))
-    ds.to_netcdf(path / "cyclic.nc", engine="h5netcdf")
-    return str(path / "cyclic.nc")
+    return netcdf(path, ds, "cyclic.nc")
 
 
 def tutorial(path: Path, ds: xr.Dataset) -> str:
@@ -244,8 +240,7 @@ def write_message(file, field: xr.DataArray, name: str, level: int, date, editio
 
 def shuffled_and_repeated(path: Path, ds: xr.Dataset) -> str:
     """Dates out of order, some of them twice with equal values."""
-    ds.isel(time=[3, 0, 1, 4, 2, 1, 0]).to_netcdf(path / "shuffled.nc", engine="h5netcdf")
-    return str(path / "shuffled.nc")
+    return netcdf(path, ds.isel(time=[3, 0, 1, 4, 2, 1, 0]), "shuffled.nc")
 
 
 EXACT = [

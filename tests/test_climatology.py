@@ -1,6 +1,7 @@
 """WeatherBench2's recipe against loops in plain Python, its storage, and the climatology as a forecast."""
 
 import shutil
+from itertools import product
 from pathlib import Path
 
 import numpy as np
@@ -14,7 +15,8 @@ from verification import climatology as module
 from verification.baselines import Baseline
 from verification.climatology import compute_climatology, open_climatology
 
-NAMES = ["geopotential:500", "2m_temperature"]
+T2M = "2m_temperature"
+NAMES = ["geopotential:500", T2M]
 
 
 @pytest.fixture(scope="module")
@@ -27,7 +29,7 @@ def years(tmp_path_factory: pytest.TempPathFactory) -> tuple[xr.Dataset, Archive
     lower[100, 1, 2] = np.nan
     data = {
         "geopotential": (("time", *axes), upper),
-        "2m_temperature": (("time", "latitude", "longitude"), lower),
+        T2M: (("time", "latitude", "longitude"), lower),
     }
     ds = xr.Dataset(data, {"time": times, **axes}).drop_sel(time=np.datetime64("2019-03-05T12"))
     return ds, open_archive(write(ds, tmp_path_factory.mktemp("years") / "analyses.zarr"))
@@ -52,7 +54,7 @@ def loop(ds: xr.Dataset, hour: int, day: int) -> np.ndarray:
             date = np.datetime64(f"{year}-01-01T{hour:02d}", "ns") + np.timedelta64(number - 1, "D")
             if date not in ds.time.values:
                 continue
-            field = ds["2m_temperature"].sel(time=date).values[::-1].astype("f8")
+            field = ds[T2M].sel(time=date).values[::-1].astype("f8")
             factor = 1 - abs(offset) / 30
             total += np.where(np.isnan(field), 0, factor * field)
             weight += factor * ~np.isnan(field)
@@ -67,70 +69,35 @@ def test_the_recipe(years, path: Path, tmp_path: Path, monkeypatch: pytest.Monke
     assert stored.hour.values.tolist() == [0, 12] and stored.longitude.values[0] == 0
     for hour in (0, 12):
         for day in (1, 50, 64, 335, 365, 366):
-            found = stored["2m_temperature"].sel(hour=hour, dayofyear=day).values
+            found = stored[T2M].sel(hour=hour, dayofyear=day).values
             np.testing.assert_allclose(found, loop(ds, hour, day), rtol=1e-7)
     monkeypatch.setattr(module, "SUMS_BYTES", 1)
     compute_climatology(archive, NAMES, np.arange(len(archive.times)), str(tmp_path / "c.zarr"))
     xr.testing.assert_allclose(xr.open_zarr(tmp_path / "c.zarr"), stored, rtol=1e-7)
 
 
-def test_reading_it_back(path: Path) -> None:
-    opened, stored = open_climatology(str(path)), xr.open_zarr(path)
-    assert sorted(opened.variables) == sorted(NAMES)
-    for text, day in (("2021-12-31T12", 365), ("2024-12-31T00", 366), ("2023-01-01T00", 1)):
-        time = np.datetime64(text, "s")
-        found = opened.field(time, NAMES)
-        wanted = stored.sel(hour=int(text[-2:]), dayofyear=day)
-        np.testing.assert_array_equal(found[0], wanted.geopotential.sel(level=500).values)
-        np.testing.assert_array_equal(found[1], wanted["2m_temperature"].values)
-    for text, names in (("2020-01-01T06", NAMES), ("2020-01-01T00", ["geopotential:850"])):
-        with pytest.raises(DataError):
-            opened.field(np.datetime64(text, "s"), names)
-
-
-def test_weatherbench2_stores_with_other_orders(path: Path, tmp_path: Path) -> None:
-    """dayofyear before hour, longitude before latitude, latitude ascending."""
-    stored = xr.open_zarr(path).load().isel(latitude=slice(None, None, -1))
-    turned = stored.transpose("dayofyear", "longitude", "latitude", "level", "hour").drop_encoding()
-    again = open_climatology(write(turned, tmp_path / "turned.zarr"))
-    time = np.datetime64("2021-06-01T12", "s")
-    expected = open_climatology(str(path)).field(time, NAMES)
-    np.testing.assert_array_equal(again.field(time, NAMES), expected)
-
-
-def test_less_than_a_year_gives_means_by_hour_of_day(tmp_path: Path) -> None:
-    """31 December of a short year counts once, not twice as by day of year."""
-    truth = analyses(grid(4, 6, poles=False), 40)
+@pytest.mark.parametrize(("first", "step"), [(0, 6), (0, 3), (6, 12)])
+def test_less_than_a_year_gives_means_by_hour_of_day(first: int, step: int, tmp_path: Path) -> None:
+    """31 December of a short year counts once, not twice as by day of year. Of the hours that there are."""
+    truth = analyses(grid(4, 6, poles=False), 40)[[T2M]]
+    path = tmp_path / "c.zarr"
+    times = truth.time.values[0] + (first + step * np.arange(40)) * np.timedelta64(1, "h")
+    truth = truth.assign_coords(time=times)
     archive = open_archive(write(truth, tmp_path / "truth.zarr"))
-    compute_climatology(archive, ["2m_temperature"], np.arange(40), str(tmp_path / "c.zarr"))
-    stored = xr.open_zarr(tmp_path / "c.zarr")
-    assert set(stored["2m_temperature"].dims) == {"hour", "latitude", "longitude"}
-    expected = truth["2m_temperature"].isel(latitude=slice(None, None, -1)).astype("f8")
-    expected = expected.groupby("time.hour").mean()
-    np.testing.assert_allclose(stored["2m_temperature"].values, expected.values, rtol=1e-7)
-    opened = open_climatology(str(tmp_path / "c.zarr"))
-    field = opened.field(np.datetime64("1999-07-07T18", "s"), ["2m_temperature"])
-    np.testing.assert_array_equal(field[0], stored["2m_temperature"].sel(hour=18).values)
-    # One that is damaged is computed again.
-    exact, chunk = stored.load(), tmp_path / "c.zarr/hour/c/0"
+    compute_climatology(archive, [T2M], np.arange(40), str(path))
+    stored = xr.open_zarr(path).load()
+    expected = truth[T2M].sortby("latitude", ascending=False).astype("f8").groupby("time.hour").mean()
+    xr.testing.assert_allclose(stored[T2M], expected.transpose("hour", ...), rtol=1e-7)
+    field = open_climatology(str(path)).field(np.datetime64("1999-07-07T18", "s"), [T2M])
+    np.testing.assert_array_equal(field[0], stored[T2M].sel(hour=18).values)
+    # It is computed once; one that is damaged is computed again.
+    chunk = path / "hour/c/0"
+    written = chunk.stat().st_mtime_ns
+    compute_climatology(archive, [T2M], np.arange(40), str(path))
+    assert chunk.stat().st_mtime_ns == written
     chunk.write_bytes(chunk.read_bytes()[:-1])
-    compute_climatology(archive, ["2m_temperature"], np.arange(40), str(tmp_path / "c.zarr"))
-    xr.testing.assert_identical(xr.open_zarr(tmp_path / "c.zarr").load(), exact)
-
-
-@pytest.mark.parametrize(("first", "step", "hours"), [(0, 3, list(range(0, 24, 3))), (6, 12, [6, 18])])
-def test_it_has_the_hours_that_the_analyses_have(
-    first: int, step: int, hours: list[int], tmp_path: Path
-) -> None:
-    """3-hourly analyses, and such as have a part of the day only."""
-    truth = analyses(grid(4, 6, poles=False), 40)
-    times = np.datetime64("2020-01-01", "ns") + (first + step * np.arange(40)) * np.timedelta64(1, "h")
-    archive = open_archive(write(truth.assign_coords(time=times), tmp_path / "truth.zarr"))
-    compute_climatology(archive, ["2m_temperature"], np.arange(40), str(tmp_path / "c.zarr"))
-    stored = xr.open_zarr(tmp_path / "c.zarr")
-    assert stored.hour.values.tolist() == hours
-    expected = truth["2m_temperature"][:: len(hours)].astype("f8").mean("time")[::-1]
-    np.testing.assert_allclose(stored["2m_temperature"].sel(hour=first), expected, rtol=1e-7)
+    compute_climatology(archive, [T2M], np.arange(40), str(path))
+    xr.testing.assert_identical(xr.open_zarr(path).load(), stored)
 
 
 def compute_on_ranks(source: str, path: Path) -> None:
@@ -156,14 +123,10 @@ def test_ranks_share_the_work_and_a_killed_one_continues(ranks, years, path, tmp
     with monkeypatch.context() as patch:
         patch.setattr(module, "day_sums", lambda *each: calls.append(each[1:4:2]) or whole(*each))
         compute_on_ranks(years[1].path, tmp_path / "killed.zarr")
-    shutil.copytree(
-        tmp_path / "killed.zarr", tmp_path / "torn.zarr.incomplete"
-    )  # killed while it was created
-    shutil.rmtree(tmp_path / "torn.zarr.incomplete/2m_temperature")
+    torn = tmp_path / "torn.zarr.incomplete"  # killed while it was created
+    shutil.copytree(tmp_path / "killed.zarr", torn, ignore=shutil.ignore_patterns(T2M))
     compute_on_ranks(years[1].path, tmp_path / "torn.zarr")
-    assert calls == [(["geopotential:500"], [0]), (["2m_temperature"], [0]), (["geopotential:500"], [12])] + [
-        (["2m_temperature"], [12])
-    ]
+    assert calls == [([name], [hour]) for hour in (0, 12) for name in NAMES]
     for name in ("two", "killed", "torn"):
         xr.testing.assert_equal(xr.open_zarr(tmp_path / f"{name}.zarr"), xr.open_zarr(path))
         assert not (tmp_path / f"{name}.zarr/done").exists()
@@ -175,33 +138,32 @@ def test_an_hour_of_few_days_has_no_annual_cycle(tmp_path: Path) -> None:
     evenings = noons[:30] + np.timedelta64(6, "h")
     for name, times in (("year", noons), ("month", np.sort([*noons, *evenings]))):
         truth = analyses(grid(2, 3, poles=False), len(times)).assign_coords(time=times)
-        archive = open_archive(write(truth[["2m_temperature"]], tmp_path / f"{name}.zarr"))
-        compute_climatology(
-            archive, ["2m_temperature"], np.arange(len(times)), tmp_path / f"{name}-mean.zarr"
-        )
-        stored = xr.open_zarr(tmp_path / f"{name}-mean.zarr")["2m_temperature"]
+        archive = open_archive(write(truth[[T2M]], tmp_path / f"{name}.zarr"))
+        compute_climatology(archive, [T2M], np.arange(len(times)), tmp_path / f"{name}-mean.zarr")
+        stored = xr.open_zarr(tmp_path / f"{name}-mean.zarr")[T2M]
         assert ("dayofyear" in stored.dims) == (name == "year") and stored.notnull().all()
 
 
 def test_days_and_hours_are_found_by_label(path: Path, tmp_path: Path) -> None:
     """One of the summer alone answered 1 February with a day of June, and July with an IndexError."""
-    opened = open_climatology(str(path))
-    assert not opened.has(np.datetime64("2021-02-28T06")) and opened.has(np.datetime64("2021-02-28T12"))
-    with pytest.raises(DataError, match="lacks its hour"):
-        opened.field(np.datetime64("2021-02-28T06"), NAMES)
-    stored = xr.open_zarr(path).load().drop_encoding()
+    opened, stored = open_climatology(str(path)), xr.open_zarr(path).load().drop_encoding()
+    assert sorted(opened.variables) == sorted(NAMES) and not opened.has(np.datetime64("2021-02-28T06"))
+    for date, names in (("2021-02-28T06", NAMES), ("2021-02-28T12", ["geopotential:850"])):
+        with pytest.raises(DataError, match="lacks its hour" if names is NAMES else "geopotential:850"):
+            opened.field(np.datetime64(date), names)
     some = {"summer": np.arange(152, 244), "365": np.arange(1, 366), "turned": np.arange(366, 0, -1)}
-    for name, days in some.items():
-        part = open_climatology(write(stored.sel(dayofyear=days), tmp_path / f"{name}.zarr"))
-        for date in ("2021-02-01T12", "2021-07-15T00", "2020-12-31T12", "2021-12-31T00"):
-            time = np.datetime64(date, "s")
-            day = (time.astype("M8[D]") - time.astype("M8[Y]").astype("M8[D]")).astype(int) + 1
-            assert part.has(time) == (day in days)
-            if day in days:
-                np.testing.assert_array_equal(part.field(time, NAMES), opened.field(time, NAMES))
-            else:
-                with pytest.raises(DataError, match="lacks its dayofyear"):
-                    part.field(time, NAMES)
+    dates = {"2021-02-01T12": 32, "2021-07-15T00": 196, "2020-12-31T12": 366, "2021-12-31T00": 365}
+    for (name, days), (date, day) in product(some.items(), dates.items()):
+        found = open_climatology(write(stored.sel(dayofyear=days), tmp_path / f"{name}{day}.zarr"))
+        time = np.datetime64(date, "s")
+        assert found.has(time) == (day in days)
+        if day in days:
+            wanted = stored.sel(hour=int(date[-2:]), dayofyear=day)
+            expected = [wanted.geopotential.sel(level=500), wanted[T2M]]
+            np.testing.assert_array_equal(found.field(time, NAMES), expected)
+        else:
+            with pytest.raises(DataError, match="lacks its dayofyear"):
+                found.field(time, NAMES)
 
 
 def test_as_a_forecast_it_is_the_mean_of_the_valid_time(path: Path) -> None:
@@ -214,9 +176,23 @@ def test_as_a_forecast_it_is_the_mean_of_the_valid_time(path: Path) -> None:
     np.testing.assert_array_equal(block[1, 0], opened.field(np.datetime64("2022-01-01T00"), NAMES))
 
 
-def test_any_stored_type_is_read_as_float32(path: Path, tmp_path: Path) -> None:
+def test_stores_of_other_orders_and_types(path: Path, tmp_path: Path) -> None:
     """One of float64 or packed numbers ended an evaluation with a traceback about types."""
-    double = xr.open_zarr(path).load().drop_encoding().astype("f8")
-    time = np.datetime64("2021-02-28T12", "s")
-    field = open_climatology(write(double, tmp_path / "double.zarr")).field(time, NAMES)
-    np.testing.assert_array_equal(field, open_climatology(str(path)).field(time, NAMES), strict=True)
+    stored = xr.open_zarr(path).load().isel(latitude=slice(None, None, -1)).astype("f8").drop_encoding()
+    turned = write(
+        stored.transpose("dayofyear", "longitude", "latitude", "level", "hour"), tmp_path / "t.zarr"
+    )
+    time = np.datetime64("2021-06-01T12", "s")
+    found, expected = (open_climatology(str(each)).field(time, NAMES) for each in (turned, path))
+    np.testing.assert_array_equal(found, expected, strict=True)
+
+
+def test_one_of_several_and_a_damaged_one_are_refused(path: Path, tmp_path: Path) -> None:
+    """The first of several was taken without a word."""
+    for name in "ab":
+        shutil.copytree(path, tmp_path / f"several/{name}.zarr")
+    with pytest.raises(DataError, match="2 files: name one"):
+        open_climatology(str(tmp_path / "several"))
+    (tmp_path / "several/a.zarr/hour/c/0").write_bytes(b"")
+    with pytest.raises(DataError, match="cannot read .*a.zarr"):
+        open_climatology(str(tmp_path / "several/a.zarr"))

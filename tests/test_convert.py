@@ -7,20 +7,20 @@ import os
 import random
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
+import torch
 import xarray as xr
 
 from datasets import convert as conversion
-from datasets.archive import TrainingStore, open_archive, sums_file
+from datasets.archive import TrainingStore, open_archive
 from datasets.convert import check_packing, choose_packing, main
 from datasets.fields import Decoding
-from datasets.grid import area_weights, global_grid
+from datasets.grid import global_grid
+from datasets.regrid import Regridder
 from errors import ConfigError, DataError
 from tests.sample_archives import anemoi, arco, cds_old, file_a_variable, packed_zarr, weatherbench
-from tests.test_grid import globe
 from tests.test_layouts import needs
 
 LAYOUTS = [weatherbench, arco, file_a_variable, cds_old, packed_zarr, anemoi]
@@ -72,20 +72,13 @@ def assert_near(source: str, store: TrainingStore) -> None:
 
 
 def assert_equal_stores(one: TrainingStore, other: TrainingStore) -> None:
-    """Values, moments, sums, dates, static fields and attributes; not the bytes of the files."""
-    names = one.variables
-    assert names == other.variables and one.static_variables == other.static_variables
-    np.testing.assert_array_equal(one.times, other.times)
-    block, expected = (store.read_block(0, len(store.times), names) for store in (one, other))
-    np.testing.assert_array_equal(block, expected)
-    np.testing.assert_array_equal(one.rows(names), other.rows(names))
-    for name in one.static_variables:
-        np.testing.assert_array_equal(one.read_static(name), other.read_static(name))
-    for name in names:
-        for start in range(0, len(one.times), SHORT_SHARDS):
-            pair = [np.load(sums_file(Path(store.path), name, start)) for store in (one, other)]
-            assert all(np.array_equal(pair[0][key], pair[1][key]) for key in ("rows", "total", "count"))
-        assert attributes_of(Path(one.path), name) == attributes_of(Path(other.path), name)
+    """Values as they are stored, attributes of arrays, and sums; not the bytes of the files."""
+    paths = [Path(store.path) for store in (one, other)]
+    stored = [xr.open_zarr(path, decode_cf=False).load() for path in paths]
+    xr.testing.assert_identical(*(ds.drop_attrs(deep=False) for ds in stored))
+    sums = [{file.name: dict(np.load(file)) for file in path.rglob("sums/**/*.npz")} for path in paths]
+    assert sums[0]
+    np.testing.assert_equal(sums[0], sums[1])
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float16"])
@@ -118,21 +111,16 @@ def test_variables_levels_period_and_region(source: str, tmp_path: Path) -> None
     assert len(store.times) == 4
     store = convert(source, tmp_path / "b", *"--levels 850 --region 80 -90 -20 50".split())
     assert set(store.variables) == {"geopotential:850", "temperature:850", "2m_temperature"}
-    assert store.grid.latitude.tolist() == [75, 45, 15, -15] and store.grid.longitude[0] == -90
+    assert store.grid.same_as(open_archive(source, region=(80.0, -90.0, -20.0, 50.0)).grid)
 
 
-def test_another_grid_keeps_the_area_mean(tmp_path: Path) -> None:
-    fine, coarse = globe(12, 16), global_grid((7, 8), poles=True)
-    field = np.random.default_rng(0).normal(size=(2, *fine.shape))
-    time = np.array(["2020-01-01", "2020-01-02"], "datetime64[ns]")
-    coords = {"time": time, "latitude": fine.latitude, "longitude": fine.longitude}
-    ds = xr.Dataset({"t2m": (tuple(coords), field.astype("f4"))}, coords)
-    ds.to_netcdf(tmp_path / "a.nc", engine="h5netcdf")
-    store = convert(tmp_path / "a.nc", tmp_path / "out", "--grid", "7x8", "--dtype", "float32")
+def test_another_grid_is_that_of_conservative_means(source: str, tmp_path: Path) -> None:
+    store = convert(source, tmp_path / "out", "--grid", "7x8", "--dtype", "float32")
+    archive, coarse = open_archive(source), global_grid((7, 8), poles=True)
     assert store.grid.same_as(coarse)
-    pairs = (field, fine), (store.read_block(0, 2, ["2m_temperature"])[:, 0], coarse)
-    means = [(values * area_weights(grid.latitude)[:, None]).mean((1, 2)) for values, grid in pairs]
-    np.testing.assert_allclose(*means, atol=1e-6)
+    fields = torch.from_numpy(archive.read_block(0, 5, archive.variables))
+    expected = Regridder(archive.grid, coarse)(fields)
+    np.testing.assert_allclose(store.read_block(0, 5, archive.variables), expected, rtol=1e-6, atol=1e-6)
 
 
 # -- float16
@@ -153,9 +141,8 @@ def test_float16_refuses_what_it_cannot_store(tmp_path: Path, truth: xr.Dataset)
         with pytest.raises(DataError, match="--dtype float32"):
             field = np.full((6, 8), value, "f4") + np.arange(8, dtype="f4") * 1e3
             check_packing(field, Decoding(scale=8.0, offset=280.0), "")
-    many = xr.concat([truth.isel(time=[4])] * 31, "time", data_vars="minimal")
     times = np.datetime64("2020-01-01", "ns") + np.arange(31) * np.timedelta64(6, "h")
-    many = many.assign_coords(time=times).copy(deep=True)
+    many = truth.isel(time=[4] * 31).assign_coords(time=times)
     many["2m_temperature"][7] = 1e9
     with pytest.raises(DataError, match="2m_temperature at 2020-01-02T18:00:00: .*--dtype float32"):
         convert(weatherbench(tmp_path, many), tmp_path / "out")
@@ -167,30 +154,22 @@ def test_float16_refuses_what_it_cannot_store(tmp_path: Path, truth: xr.Dataset)
 
 
 @pytest.fixture
-def full(tmp_path: Path) -> Path:
-    """19 dates four hours apart, so that no shard is full at the end."""
+def full(tmp_path: Path) -> xr.Dataset:
+    """19 dates four hours apart, so that no shard is full at the end; also full.nc."""
     rng = np.random.default_rng(1)
     time = np.datetime64("2020-01-01", "ns") + np.arange(19) * np.timedelta64(4, "h")
     coords = {"time": time, "latitude": np.arange(75.0, -80, -30), "longitude": np.arange(0, 360, 45.0)}
-    fields = {
-        name: (tuple(coords), rng.normal(280, 9, (19, 6, 8)).astype("f4"))
-        for name in ("t2m", "msl", "sp", "u10")
-    }
+    names = ("t2m", "msl", "sp", "u10")
+    fields = {name: (tuple(coords), rng.normal(280, 9, (19, 6, 8)).astype("f4")) for name in names}
     ds = xr.Dataset(fields, coords).assign(lsm=(("latitude", "longitude"), np.eye(6, 8, dtype="f4")))
     ds["t2m"][4:8] = np.nan  # a whole shard
-    ds.to_netcdf(tmp_path / "full.nc", engine="h5netcdf")
-    return tmp_path / "full.nc"
+    write(ds, tmp_path / "full.nc")
+    return ds
 
 
-def replace_source(
-    full: Path, source: Path, start: int, stop: int, raised: tuple = (), row: Any = slice(None)
-) -> None:
-    """Write some of the dates to a source, of which some variables may be raised on some dates."""
-    with xr.open_dataset(full) as ds:
-        part = ds.isel(time=slice(start, stop)).copy(deep=True)
-    for name in raised:
-        part[name][row] += 1
-    part.to_netcdf(source.with_suffix(".new"), engine="h5netcdf")
+def write(ds: xr.Dataset, source: Path) -> None:
+    """Write a file, or replace it, since parts of it are open."""
+    ds.to_netcdf(source.with_suffix(".new"), engine="h5netcdf")
     os.replace(source.with_suffix(".new"), source)
 
 
@@ -200,12 +179,13 @@ def in_a_process(argv: list[str]) -> None:
 
 
 @pytest.mark.parametrize("workers", [1, 2])
-def test_killed_and_continued_gives_equal_values(full: Path, tmp_path: Path, workers: int) -> None:
+def test_killed_and_continued_gives_equal_values(full: xr.Dataset, tmp_path: Path, workers: int) -> None:
     """Killed at random moments, with one process and with two dask workers."""
-    target, seed = tmp_path / "killed", random.Random(workers)
+    source, target = tmp_path / "full.nc", tmp_path / "killed"
+    seed = random.Random(workers)
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["tests.test_convert"])
-    arguments = [str(full), str(target), "--workers", str(workers)]
+    arguments = [str(source), str(target), "--workers", str(workers)]
     for _ in range(4 if workers == 1 else 2):
         process = context.Process(target=in_a_process, args=(arguments,))
         process.start()
@@ -214,16 +194,16 @@ def test_killed_and_continued_gives_equal_values(full: Path, tmp_path: Path, wor
         process.join(seed.uniform(0, 0.15 if workers == 1 else 3.0))
         process.kill()
         process.join()
-    assert_equal_stores(convert(full, target), convert(full, tmp_path / "at_once"))
+    assert_equal_stores(convert(source, target), convert(source, tmp_path / "at_once"))
 
 
-def test_a_cluster_gives_equal_values(full: Path, tmp_path: Path) -> None:
+def test_a_cluster_gives_equal_values(full: xr.Dataset, tmp_path: Path) -> None:
     distributed = pytest.importorskip("distributed", reason="distributed is not installed")
-    one = convert(full, tmp_path / "one", "--grid", "5x4")
+    words = (tmp_path / "full.nc", tmp_path / "two", "--grid", "5x4")
     options = {"processes": False, "dashboard_address": None, "threads_per_worker": 1}
     with distributed.LocalCluster(n_workers=2, **options) as cluster:
-        address = cluster.scheduler_address
-        assert_equal_stores(one, convert(full, tmp_path / "two", "--grid", "5x4", "--scheduler", address))
+        two = convert(*words, "--scheduler", cluster.scheduler_address)
+    assert_equal_stores(two, convert(words[0], tmp_path / "one", "--grid", "5x4"))
 
 
 def fail_after(number: int, argv: list[str]) -> None:
@@ -241,50 +221,56 @@ def fail_after(number: int, argv: list[str]) -> None:
         main(argv)
 
 
-@pytest.mark.parametrize("change", ["later dates", "a date less", "other values"])
-def test_a_source_that_changes_while_a_conversion_is_killed(full: Path, tmp_path: Path, change: str) -> None:
+@pytest.mark.parametrize(
+    ("stop", "warmer", "error"),
+    [
+        (19, 0, ""),
+        (13, 0, "it no longer has 2020-01-03T04:00:00"),
+        (14, 1, "is not what it was when it was converted; remove .*target"),
+    ],
+    ids=["later dates", "a date less", "other values"],
+)
+def test_a_source_that_changes_while_a_conversion_is_killed(
+    full: xr.Dataset, tmp_path: Path, stop: int, warmer: int, error: str
+) -> None:
     """Later dates are appended; a date that is lost, and other values than those written, are refused."""
     source, target = tmp_path / "source.nc", tmp_path / "target"
-    replace_source(full, source, 0, 14)
+    write(full.isel(time=slice(14)), source)
     argv = [str(source), str(target), "--dtype", "float32"]
     fail_after(5, argv)
     with pytest.raises(DataError, match="its conversion has not ended"):
         open_archive(str(target))
-    if change == "later dates":
-        replace_source(full, source, 0, 19)
-        assert_equal_stores(
-            convert(source, target, "--dtype", "float32"),
-            convert(full, tmp_path / "at_once", "--dtype", "float32"),
-        )
-    elif change == "other values":
-        replace_source(full, source, 0, 14, raised=("t2m", "msl", "sp", "u10"))
-        with pytest.raises(DataError, match="is not what it was when it was converted; remove .*target"):
+    write(full.isel(time=slice(stop)) + warmer, source)
+    if error:
+        with pytest.raises((ConfigError, DataError), match=error):
             main(argv)
     else:
-        replace_source(full, source, 0, 13)
-        with pytest.raises(ConfigError, match="it no longer has 2020-01-03T04:00:00"):
-            main(argv)
+        at_once = convert(tmp_path / "full.nc", tmp_path / "at_once", "--dtype", "float32")
+        assert_equal_stores(convert(source, target, "--dtype", "float32"), at_once)
 
 
 @pytest.mark.parametrize("dtype", ["float16", "float32"])
 @pytest.mark.parametrize("first", [0, 13], ids=["of all dates", "of the newest alone"])
-def test_a_complete_store_grows_with_its_source(full: Path, tmp_path: Path, first: int, dtype: str) -> None:
+def test_a_complete_store_grows_with_its_source(
+    full: xr.Dataset, tmp_path: Path, first: int, dtype: str
+) -> None:
     """Values, moments and sums are those of a conversion at once with the packing of the first dates; also
     after an interruption, and where the source has lost its first dates. What was there before is compared.
     """
     source, target = tmp_path / "source.nc", tmp_path / "target"
     options = ("--dtype", dtype)
-    replace_source(full, source, 0, 14)
-    convert(source, target, *options)
-    convert(source, target, *options)
-    replace_source(full, source, first, 19)
+    write(full.isel(time=slice(14)), source)
+    for _ in range(2):
+        convert(source, target, *options)
+    write(full.isel(time=slice(first, None)), source)
     fail_after(1, [str(source), str(target), *options])
     grown = convert(source, target, *options)
     with pytest.MonkeyPatch.context() as patch:
         packings = {name: attributes_of(target, name) for name in grown.variables}
         patch.setattr(conversion.Conversion, "estimate_packings", lambda _: packings)
-        assert_equal_stores(grown, convert(full, tmp_path / "once", *options))
-    replace_source(full, source, first, 19, raised=("u10",), row=18 - first)
+        assert_equal_stores(grown, convert(tmp_path / "full.nc", tmp_path / "once", *options))
+    full["u10"][18] += 1
+    write(full.isel(time=slice(first, None)), source)
     with pytest.raises(DataError, match="10m_u_component_of_wind at 2020-01-04T00:00:00 is not what it was"):
         convert(source, target, *options)
 
@@ -301,32 +287,21 @@ def test_two_variables_with_one_array_are_refused(tmp_path: Path, truth: xr.Data
     assert len(convert(tmp_path / "a.nc", tmp_path / "out", "--variables", "hgt").variables) == 3
 
 
-def test_a_folder_of_somebody_else_is_not_touched(source: str, tmp_path: Path) -> None:
-    """Even one that contains a folder of the name that conversions once used."""
-    target = tmp_path / "work"
-    for name in ("conversion", "sums", "results"):
-        (target / name).mkdir(parents=True)
-    (target / "thesis.tex").write_text("all of it")
-    (target / "zarr.json").write_text('{"attributes": {"rossby_training_store": 1}}')
-    for _ in range(2):
-        with pytest.raises(ConfigError, match="TARGET"):
-            convert(source, target)
-        (target / "zarr.json").unlink(missing_ok=True)
-    assert (target / "thesis.tex").read_text() == "all of it" and (target / "results").is_dir()
-
-
 def test_what_is_refused(source: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each in a line that names the option; TARGET is not changed."""
     monkeypatch.chdir(tmp_path)
     target = tmp_path / "out"
     convert(source, target)
-    before = {path: path.stat().st_mtime_ns for path in target.rglob("*")}
-    (tmp_path / "mine").mkdir()
-    (tmp_path / "mine/thesis.txt").write_text("")
+    for name in ("mine/conversion", "mine/sums", "marked/sums"):  # names that conversions have, or had
+        (tmp_path / name).mkdir(parents=True)
+    (tmp_path / "mine/thesis.tex").write_text("all of it")
+    (tmp_path / "marked/zarr.json").write_text('{"attributes": {"rossby_training_store": 1}}')
+    before = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*/*")}
     for words, message in (
         (f"{target} --dtype float32", "--dtype = 'float32'"),
         (f"{target} --variables geopotential", "--variables"),
         (f"{tmp_path}/mine", "mine.*no store of datasets.convert"),
+        (f"{tmp_path}/marked", "TARGET"),
         ("s3://bucket/a.zarr", "a local folder expected"),
         (f"{source}/inside", "TARGET"),
         (source, "TARGET"),
@@ -349,5 +324,5 @@ def test_what_is_refused(source: str, tmp_path: Path, monkeypatch: pytest.Monkey
         fcntl.flock(file, fcntl.LOCK_EX)
         with pytest.raises(ConfigError, match="another process is writing it"):
             convert(source, target)
-    assert before == {path: path.stat().st_mtime_ns for path in target.rglob("*")}
+    assert before == {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*/*")}
     assert not Path("new").exists()

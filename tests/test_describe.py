@@ -12,33 +12,44 @@ import pytest
 import xarray as xr
 
 from config import Config
-from datasets import convert as conversion
 from datasets import source
-from datasets.convert import main as convert
 from datasets.describe import main
 from datasets.remote import Access
 from datasets.selection import open_selection
 from errors import ConfigError, DataError
 from tests import sample_archives as samples
-from tests.sample_archives import NAMES, analyses, file_a_year, weatherbench
-from tests.started_jobs import ROOT
+from tests.sample_archives import NAMES, analyses, file_a_year, netcdf, training_store, weatherbench
+from tests.started_jobs import ROOT, small_dataset, small_wave
 from tests.test_layouts import needs
 from training.config_checks import load_checked
 
-T2M = "2m_temperature"
+T2M, SKT = "2m_temperature", "skin_temperature"
 LAYOUTS = [weatherbench, samples.arco, samples.cds_new, samples.file_a_variable, samples.west_first]
 
 
-@pytest.fixture(autouse=True)
-def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(conversion, "SHARD_DATES", 4)
+@pytest.fixture
+def describe(capsys: pytest.CaptureFixture) -> Callable[..., tuple[int, str]]:
+    """Describes a source; returns the exit code and the text."""
+
+    def call(source: Path | str, *options: str) -> tuple[int, str]:
+        capsys.readouterr()
+        code = main([str(source), *options])
+        return code, capsys.readouterr().out
+
+    return call
 
 
-def describe(source: Path | str, capsys: pytest.CaptureFixture, *options: str) -> tuple[int, str]:
-    """Return the exit code and the text."""
-    capsys.readouterr()
-    code = main([str(source), *options])
-    return code, capsys.readouterr().out
+@pytest.fixture
+def problems(describe) -> Callable[[Path | str], list[str]]:
+    """Returns the rows of the table of problems, of the values of all dates."""
+
+    def call(source: Path | str) -> list[str]:
+        code, text = describe(source, "--all")
+        rows = text.partition("problem ")[2].partition(" problems in ")[0].splitlines()[1:-1]
+        assert code == bool(rows)
+        return rows
+
+    return call
 
 
 def section_of(text: str, file: Path, parent: str = "") -> Config:
@@ -48,22 +59,14 @@ def section_of(text: str, file: Path, parent: str = "") -> Config:
     return load_checked(["--job.config_file", str(file)])
 
 
-def find_problems(source: Path | str, capsys: pytest.CaptureFixture) -> tuple[int, list[str]]:
-    """Return the exit code and the rows of the table, of the values of all dates."""
-    code, text = describe(source, capsys, "--all")
-    return code, text.partition("problem ")[2].partition(" problems in ")[0].splitlines()[1:-1]
-
-
 @pytest.mark.parametrize("layout", [*LAYOUTS, "a store"])
-def test_a_section_of_a_layout_is_accepted(layout: Callable | str, tmp_path: Path, capsys) -> None:
+def test_a_section_of_a_layout_is_accepted(layout: Callable | str, tmp_path: Path, describe) -> None:
     """By the same checks as a run's."""
     (tmp_path / "in").mkdir()
-    if isinstance(layout, str):
-        path = str(tmp_path / "store")
-        assert convert([weatherbench(tmp_path / "in", analyses()), path]) == 0
-    else:
-        path = layout(tmp_path / "in", analyses())
-    text = describe(path, capsys)[1]
+    path = (weatherbench if isinstance(layout, str) else layout)(tmp_path / "in", analyses())
+    if layout == "a store":
+        path = training_store(path, tmp_path / "store", "--dtype", "float16").path
+    text = describe(path)[1]
     data = section_of(text, tmp_path / "a.toml").data
     assert set(open_selection(data, (1, 1), ()).variables) >= set(NAMES) - {"land_sea_mask"}
     assert "6 x 8 points, latitude 75 to -75, longitude 0 to 315: the globe" in text
@@ -72,23 +75,22 @@ def test_a_section_of_a_layout_is_accepted(layout: Callable | str, tmp_path: Pat
         assert "float16" in text and data.static_variables == ("land_sea_mask",)
 
 
-def test_a_selected_element(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+def test_a_selected_element(tmp_path: Path, describe) -> None:
     ds = analyses()[[T2M]]
     members = xr.concat([ds, ds + 1], xr.DataArray([10, 11], dims="member", name="member"))
-    members.to_netcdf(tmp_path / "m.nc", engine="h5netcdf")
-    text = describe(tmp_path / "m.nc", capsys, "--select", "member=11")[1]
+    path = netcdf(tmp_path, members)
+    text = describe(path, "--select", "member=11")[1]
     assert section_of(text, tmp_path / "a.toml").data.select == ("member=11",)
     with pytest.raises(ConfigError, match="--al"):
-        main([str(tmp_path / "m.nc"), "--alle"])
+        main([path, "--alle"])
 
 
 @pytest.mark.parametrize(("hours", "dates", "leads"), [(24, 40, (24,)), (6, 40, (6, 24)), (6, 6, (6,))])
-def test_leads_are_those_that_the_data_have(tmp_path, capsys, hours: int, dates: int, leads: tuple) -> None:
+def test_leads_are_those_that_the_data_have(tmp_path, describe, hours: int, dates: int, leads: tuple) -> None:
     """Where a configuration that is extended has longer ones, and static variables, too."""
-    ds = waves(dates)
-    ds["time"] = np.datetime64("2019-12-30", "ns") + hours * np.arange(dates) * np.timedelta64(1, "h")
-    ds[[T2M]].to_netcdf(tmp_path / "m.nc", engine="h5netcdf")
-    text = describe(tmp_path / "m.nc", capsys)[1]
+    ds = waves(dates)[[T2M]]
+    times = ds.time.values[0] + hours * np.arange(dates) * np.timedelta64(1, "h")
+    text = describe(netcdf(tmp_path, ds.assign_coords(time=times)))[1]
     for parent in ["demo.toml", "demo_unet.toml", "vit1b_adamw.toml"]:
         config = section_of(text, tmp_path / "a.toml", parent)
         data = dataclasses.replace(config.data, history=1)  # six dates are too few for the demo's 2
@@ -98,121 +100,93 @@ def test_leads_are_those_that_the_data_have(tmp_path, capsys, hours: int, dates:
 
 def waves(dates: int = 12) -> xr.Dataset:
     """Slowly moving waves on a temperature that falls from south to north."""
-    time = np.datetime64("2019-12-30", "ns") + np.arange(dates) * np.timedelta64(6, "h")
-    latitude, longitude = np.arange(75.0, -80, -30), np.arange(0, 360, 45.0)
-    phase = np.deg2rad(longitude)[None, None] + 0.1 * np.arange(dates)[:, None, None]
-    field = 280 - 0.2 * latitude[None, :, None] + 5 * np.cos(phase)
-    coords = {"time": time, "latitude": latitude, "longitude": longitude}
-    return xr.Dataset({name: (tuple(coords), field.astype("f4")) for name in (T2M, "skt")}, coords)
+    ds = small_dataset({T2M: small_wave(dates, 1, 5.0)}).drop_attrs()
+    ds[T2M] = ds[T2M] + (280 - 0.2 * ds.latitude).astype("f4")
+    return ds.assign(skt=ds[T2M])
 
 
 def of_t2m(change: Callable[[xr.DataArray], xr.DataArray]) -> Callable[[xr.Dataset], xr.Dataset]:
     return lambda ds: ds.assign({T2M: change(ds[T2M])})
 
 
-def undeclared_fill(t2m: xr.DataArray) -> xr.DataArray:
-    t2m[6:, :2, :2] = -9999
-    return t2m
+def at(t2m: xr.DataArray, date: int) -> xr.DataArray:
+    return t2m.time == t2m.time[date]
 
 
-RANGES = "2019-12-30T12:00:00 to 2019-12-31T00:00:00, 2019-12-31T18:00:00, 2020-01-01T06:00:00 to"
+RANGES = "2020-01-01T12:00:00 to 2020-01-02T00:00:00, 2020-01-02T18:00:00, 2020-01-03T06:00:00 to"
+NORTH = waves().latitude > 40
 # What is wrong, the problem, its first date or dates, the number of dates.
 CASES = [
-    (lambda ds: ds.isel(time=[*range(4), *range(5, 12)]), "dates missing", "2019-12-31T00", 1),
+    (lambda ds: ds.isel(time=[*range(4), *range(5, 12)]), "dates missing", "2020-01-02T00", 1),
     (lambda ds: ds.isel(time=[0, 1, 5, 6, 8, 11]), "dates missing", RANGES, 6),
     (of_t2m(lambda t2m: t2m.assign_attrs(units="m s-1")), "its units 'm s-1'", "", 1),
-    (of_t2m(lambda t2m: t2m - 273.15), "values outside 170 to 340 K", "2019-12-30T00", 12),
-    (of_t2m(undeclared_fill), "-9999 in some cells", "2019-12-31T12", 6),
-    (of_t2m(lambda t2m: t2m.where(t2m.time != t2m.time[5], 273.0)), "one value", "2019-12-31T06", 1),
-    (of_t2m(lambda t2m: t2m.where(t2m.time != t2m.time[2])), "no value at all", "2019-12-30T12", 1),
-    (of_t2m(lambda t2m: t2m.where(t2m != t2m[4, 1, 1], np.inf)), "values infinite", "2019-12-31T00", 1),
+    (of_t2m(lambda t2m: t2m - 273.15), "values outside 170 to 340 K", "2020-01-01T00", 12),
+    (of_t2m(lambda t2m: t2m.where(~NORTH | (t2m.time < t2m.time[6]), -9999)), "-9999 in some", "02T12", 6),
+    (of_t2m(lambda t2m: t2m.where(~at(t2m, 5), 273.0)), "one value", "2020-01-02T06", 1),
+    (of_t2m(lambda t2m: t2m.where(~at(t2m, 2))), "no value at all", "2020-01-01T12", 1),
+    (of_t2m(lambda t2m: t2m.where(t2m != t2m[4, 1, 1], np.inf)), "values infinite", "2020-01-02T00", 1),
 ]
 
 
 @pytest.mark.parametrize("wrong, problem, first, count", CASES, ids=[case[1] for case in CASES])
-def test_a_problem_has_its_row(wrong: Callable, problem, first, count, tmp_path: Path, capsys) -> None:
-    wrong(waves()).to_netcdf(tmp_path / "a.nc", engine="h5netcdf")
-    code, (row,) = find_problems(tmp_path / "a.nc", capsys)
-    assert code == 1 and row.startswith(problem) and row.split()[-1] == str(count) and first in row
+def test_a_problem_has_its_row(wrong: Callable, problem, first, count, tmp_path: Path, problems) -> None:
+    (row,) = problems(netcdf(tmp_path, wrong(waves())))
+    assert row.startswith(problem) and row.split()[-1] == str(count) and first in row
 
 
-def test_nothing_is_wrong(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+def test_nothing_is_wrong(tmp_path: Path, problems) -> None:
     """Also if a file has its rows the other way and its coordinate says so."""
-    ds = waves()
-    ds.isel(time=slice(0, 6)).to_netcdf(tmp_path / "a.nc", engine="h5netcdf")
-    rest = ds.isel(time=slice(6, 12), latitude=slice(None, None, -1))
-    rest.to_netcdf(tmp_path / "b.nc", engine="h5netcdf")
-    assert find_problems(tmp_path, capsys) == (0, [])
+    netcdf(tmp_path, waves().isel(time=slice(0, 6)))
+    netcdf(tmp_path, waves().isel(time=slice(6, 12), latitude=slice(None, None, -1)), "b.nc")
+    assert problems(tmp_path) == []
 
 
-def truncated_file(folder: Path) -> str:
-    pattern = file_a_year(folder, waves())
-    last = folder / "era5_2020.nc"
+def test_damage_is_a_row_and_the_rest_is_read(tmp_path: Path, problems) -> None:
+    """Of a file that is cut short, and of a chunk."""
+    ds = waves(18).assign_coords(time=waves(18).time - np.timedelta64(2, "D"))
+    pattern, last = file_a_year(tmp_path, ds), tmp_path / "era5_2020.nc"
     last.write_bytes(last.read_bytes()[:-2000])
-    return pattern
-
-
-def damaged_chunk(folder: Path) -> str:
+    (row,) = problems(pattern)
+    assert "era5_2020.nc" in row
     encoding = {name: {"chunks": (1, 6, 8)} for name in (T2M, "skt")}
-    waves().to_zarr(folder / "a.zarr", zarr_format=2, encoding=encoding)
-    chunk = folder / "a.zarr" / T2M / "3.0.0"
+    waves().to_zarr(tmp_path / "a.zarr", zarr_format=2, encoding=encoding)
+    chunk = tmp_path / "a.zarr" / T2M / "3.0.0"
     chunk.write_bytes(chunk.read_bytes()[:20])
-    return str(folder / "a.zarr")
+    (row,) = problems(tmp_path / "a.zarr")
+    assert "2020-01-01T18" in row and T2M in row
 
 
-def files_that_differ(folder: Path) -> str:
-    ds = waves()[[T2M]]
-    ds.isel(time=slice(0, 7)).to_netcdf(folder / "a.nc", engine="h5netcdf")
-    (ds.isel(time=slice(6, 12)) + 1).to_netcdf(folder / "b.nc", engine="h5netcdf")
-    return str(folder)
-
-
-@pytest.mark.parametrize(
-    ("source", "words"),
-    [
-        (truncated_file, ["era5_2020.nc"]),
-        (damaged_chunk, ["2019-12-30T18", T2M]),
-        (files_that_differ, ["different values at 2019-12-31T12"]),
-    ],
-)
-def test_damage_is_a_row_and_the_rest_is_read(source: Callable, words: list[str], tmp_path, capsys) -> None:
-    code, (row,) = find_problems(source(tmp_path), capsys)
-    assert code == 1 and all(word in row for word in words)
-
-
-def test_real_archives(capsys: pytest.CaptureFixture) -> None:
+def test_real_archives(problems) -> None:
     """The problems that their README names, and no more."""
-    code, (row,) = find_problems(needs("gfs_winds_2026/gfs_winds_20260324-20260419_5.625deg.nc"), capsys)
-    assert code == 1 and "2026-04-08T00" in row
-    _, rows = find_problems(needs("odd_data/storm_1996.nc"), capsys)
+    (row,) = problems(needs("gfs_winds_2026/gfs_winds_20260324-20260419_5.625deg.nc"))
+    assert "2026-04-08T00" in row
+    rows = problems(needs("odd_data/storm_1996.nc"))
     assert [row.split()[-1] for row in rows] == ["1", "2", "1"]
     assert all(row.startswith("no value at all") for row in rows)
-    assert find_problems(needs("era5_europe_2020"), capsys)[0] == 0
+    assert not problems(needs("era5_europe_2020"))
 
 
-def test_cells_without_a_value_are_shown(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+def test_cells_without_a_value_are_shown(tmp_path: Path, describe, problems) -> None:
     """Storms that were removed from a field; cells that are always missing are no problem."""
     ds = waves()
     ds[T2M] = ds[T2M].where(ds.latitude < 70)
-    ds.to_netcdf(tmp_path / "a.nc", engine="h5netcdf")
-    assert find_problems(tmp_path / "a.nc", capsys) == (0, [])
+    assert problems(netcdf(tmp_path, ds)) == []
     ds["skt"] = ds["skt"].where((ds["skt"] < ds["skt"].max() - 2) | (ds.time > ds.time[7]))
-    ds.to_netcdf(tmp_path / "b.nc", engine="h5netcdf")
-    lines = {line.split()[0]: line for line in describe(tmp_path / "b.nc", capsys)[1].splitlines() if line}
-    assert "16.7 %" in lines[T2M] and "%" in lines["skin_temperature"]
-    code, (row,) = find_problems(tmp_path / "b.nc", capsys)
-    assert code == 1 and "skin_temperature" in row and "missing cells" in row
+    text = describe(netcdf(tmp_path, ds, "b.nc"))[1]
+    lines = {line.split()[0]: line for line in text.splitlines() if line}
+    assert "16.7 %" in lines[T2M] and "%" in lines[SKT]
+    (row,) = problems(tmp_path / "b.nc")
+    assert SKT in row and "missing cells" in row
 
 
-def test_names_units_and_static_fields_that_are_odd(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+def test_names_units_and_static_fields_that_are_odd(tmp_path: Path, describe) -> None:
     """Units that no file has were printed as if they were read."""
     ds = waves().rename(skt="U10M")
     ds[T2M].attrs["units"] = "K"
     plane = ("latitude", "longitude"), np.full((6, 8), np.nan)
-    ds.assign(t=ds[T2M].drop_attrs(), lsm=plane).to_netcdf(tmp_path / "a.nc", engine="h5netcdf")
-    upper = ds[[T2M]].rename({T2M: "t"}).expand_dims(level=[500, 850], axis=1)
-    upper.to_netcdf(tmp_path / "b.nc", engine="h5netcdf")
-    text = describe(tmp_path, capsys)[1]
+    netcdf(tmp_path, ds.assign(t=ds[T2M].drop_attrs(), lsm=plane))
+    netcdf(tmp_path, ds[[T2M]].rename({T2M: "t"}).expand_dims(level=[500, 850], axis=1), "b.nc")
+    text = describe(tmp_path)[1]
     lines = {line.split()[0]: line for line in text.splitlines() if line.strip()}
     assert "assumed" not in lines[T2M] and "K (assumed)" in lines["temperature"]
     assert "10m_u_component_of_wind" in text and "nearest known" in text

@@ -8,17 +8,15 @@ import numpy as np
 import pytest
 import xarray as xr
 
-import evaluate
 from datasets.grid import area_weights
 from errors import UserError
 from planning.memory import memory
 from planning.workload import workload_of
 from tests.parity import Layout, config_of
-from tests.planned import run_export, run_forecast, run_main, run_train
+from tests.planned import run_export, run_forecast, run_train
 from tests.started_jobs import records, run_options, write_config
 from tests.test_dry_run import memory_of
 from training.config_checks import load_checked
-from verification.scores import final_scores
 
 NAME = "10m_u_component_of_wind"
 ENSEMBLE = ["--training.loss", "crps", "--training.members", "3", "--model.noise_dim", "4"]
@@ -37,11 +35,10 @@ def options(request, tmp_path_factory) -> list[str]:
     archive = xr.open_zarr(folder / "wb.zarr").load()
     archive[NAME][37, 2] = np.nan  # in the validation period
     archive.to_zarr(folder / "holes.zarr", zarr_format=2)
-    found = run_options(config, folder / "run", *RUN, *VALIDATION, *ENSEMBLE)
-    found += ["--data.path", str(folder / "holes.zarr")]
-    found += ["--data.history", str(request.param)]
-    found += ["--data.train_period", '["2020-01-01", "2020-01-08"]']
-    found += ["--data.validation_period", '["2020-01-09", "2020-01-10"]']
+    data = [f"--data.path={folder / 'holes.zarr'}", f"--data.history={request.param}"]
+    data += ['--data.train_period=["2020-01-01", "2020-01-08"]']
+    data += ['--data.validation_period=["2020-01-09", "2020-01-10"]']
+    found = run_options(config, folder / "run", *RUN, *VALIDATION, *ENSEMBLE, *data)
     run_train(*found)
     return found
 
@@ -59,63 +56,41 @@ def test_validation_scores_are_those_of_the_forecasts(options, tmp_path):
     """The same seed, date and member have the same noise; all scores written out with loops in float64."""
     found, history = records(run_folder(options))[-1], load_checked(options).data.history
     members = make_forecast(options, tmp_path / "f.zarr", "--forecast.num_members", "3")
-    archive = xr.open_zarr(run_folder(options).parent / "holes.zarr")[NAME].transpose(
-        ..., "latitude", "longitude"
-    )
-    area = np.broadcast_to(area_weights(members.latitude.values)[:, None], members.shape[-2:])
+    archive = xr.open_zarr(run_folder(options).parent / "holes.zarr")[NAME].sel(latitude=members.latitude)
+    area = area_weights(members.latitude.values)[:, None]
     for lead, suffix in enumerate(("", "@12h")):
-        squares, variances, scores = [], [], []
+        rows = []
         for date in members.time.values[history - 1 :]:  # windows of a validation keep to its period
-            valid = date + (lead + 1) * np.timedelta64(6, "h")
-            if valid not in archive.time:
+            if (valid := date + (lead + 1) * np.timedelta64(6, "h")) not in archive.time:
                 continue
-            truth, start = (archive.sel(time=t, latitude=members.latitude).values for t in (valid, date))
-            cells = np.isfinite(truth) & np.isfinite(start)
+            truth, start = archive.sel(time=[valid, date]).transpose("time", "latitude", ...).values
             x = members.sel(time=date).isel(prediction_timedelta=lead).values.astype(np.float64)
-            assert x.shape[0] == 3
             skill = np.abs(x - truth).mean(axis=0)
             apart = sum(np.abs(x[i] - x[j]) for i in range(3) for j in range(3)) / (2 * 3 * 2)
-            for kept, of in (
-                (scores, skill - apart),
-                (variances, x.var(0, ddof=1)),
-                (squares, (x.mean(0) - truth) ** 2),
-            ):
-                kept.append(np.average(of[cells], weights=area[cells]))
-        assert len(squares) == 8 - history - lead
-        rmse = np.sqrt(np.mean(squares))
-        assert found[f"val/crps/{NAME}{suffix}"] == pytest.approx(np.mean(scores), rel=1e-5)
-        assert found[f"val/rmse/{NAME}{suffix}"] == pytest.approx(rmse, rel=1e-5)
-        ratio = np.sqrt(np.mean(variances) / (rmse**2 - np.mean(variances) / 3))
-        assert found[f"val/spread_skill/{NAME}{suffix}"] == pytest.approx(ratio, rel=1e-5)
+            of_cells = (skill - apart, x.var(0, ddof=1), (x.mean(0) - truth) ** 2)
+            weights = area * np.isfinite(truth + start)
+            rows.append([np.average(np.nan_to_num(each), weights=weights) for each in of_cells])
+        assert len(rows) == 8 - history - lead
+        crps, variance, square = np.mean(rows, axis=0)
+        expected = {"crps": crps, "rmse": square**0.5, "spread_skill": (square / variance - 1 / 3) ** -0.5}
+        scores = {name: found[f"val/{name}/{NAME}{suffix}"] for name in expected}
+        assert scores == pytest.approx(expected, rel=1e-5)
         assert found[f"val/rmse_persistence/{NAME}{suffix}"] > 0
 
 
 def test_members_repeat_from_the_seed_and_differ_from_each_other(options, tmp_path):
-    first = make_forecast(options, tmp_path / "a.zarr", "--forecast.num_members", "4")
-    again = make_forecast(
-        options, tmp_path / "b.zarr", "--forecast.num_members", "2", "--validation.local_batch_size", "3"
-    )
-    other = make_forecast(options, tmp_path / "c.zarr", "--forecast.num_members", "4", "--training.seed", "1")
-    single = make_forecast(options, tmp_path / "d.zarr")
+    def members(name: str, *words: str) -> xr.DataArray:
+        return make_forecast(options, tmp_path / name, *words)
+
+    first = members("first", "--forecast.num_members=4")
+    again = members("again", "--forecast.num_members=2", "--validation.local_batch_size=3")
     np.testing.assert_allclose(again, first.isel(number=[0, 1]), atol=1e-5)
-    np.testing.assert_allclose(single, first.isel(number=0), atol=1e-5)
+    np.testing.assert_allclose(members("single"), first.isel(number=0), atol=1e-5)
+    other = members("other", "--forecast.num_members=4", "--training.seed=1")
     for one, two in ((0, 1), (0, 3), (2, 3)):
-        assert (
-            abs(first.isel(number=one) - first.isel(number=two)).max(("latitude", "longitude")) > 1e-3
-        ).all()
+        apart = abs(first.isel(number=one) - first.isel(number=two))
+        assert (apart.max(("latitude", "longitude")) > 1e-3).all()
     assert (abs(first - other).max(("latitude", "longitude")) > 1e-3).all()
-
-
-def test_evaluate_scores_them(options, tmp_path):
-    make_forecast(options, tmp_path / "f.zarr", "--forecast.num_members", "3")
-    words = [*options, f"--forecast=model={tmp_path / 'f.zarr'}", "--baselines", "persistence"]
-    assert not run_main(evaluate.main, *words, "--output", str(tmp_path / "scores")).returncode
-    with xr.open_dataset(tmp_path / "scores/scores.nc", decode_timedelta=True) as scores:
-        model = scores[NAME].sel(forecast="model", region="global")
-        assert {"crps", "spread", "spread_skill_ratio"} <= set(model.metric.values)
-        # In a validation cells that are missing at the start count for nobody: within a few per cent.
-        found = records(run_folder(options))[-1][f"val/crps/{NAME}"]
-        assert float(model.sel(metric="crps").isel(lead_time=0)) == pytest.approx(found, rel=0.1)
 
 
 def test_a_run_starts_from_the_weights_of_one_without_noise(options, tmp_path, caplog):
@@ -149,26 +124,6 @@ def test_an_exported_program_takes_keys(options, tmp_path):
     np.save(tmp_path / "state.npy", np.zeros((3, history, 6, 8), np.float32))
     command = [sys.executable, "-c", PROGRAM, str(target / "model.pt2"), str(tmp_path / "state.npy")]
     subprocess.run(command, cwd=tmp_path, check=True)
-
-
-# -- scores
-
-
-@pytest.mark.parametrize("members", [2, 10])
-def test_the_spread_of_members_that_the_truth_might_be_is_their_skill(members):
-    """Truth and members drawn alike: 1 for any number of them, less where they differ half as much."""
-    generator = np.random.default_rng(0)
-    truth, drawn = generator.normal(size=200_000), generator.normal(size=(members, 200_000))
-    for size in (1.0, 0.5):
-        mean, variance = (size * drawn).mean(axis=0), (size * drawn).var(axis=0, ddof=1).mean()
-        means = {"mse": np.mean((mean - truth) ** 2), "mae": 0, "bias": 0, "crps": 0, "variance": variance}
-        statistics = xr.DataArray([list(means.values())], {"score": list(means)}, ("initial_time", "score"))
-        ratio = float(final_scores(statistics, members).sel(metric="unbiased_spread_skill_ratio"))
-        assert ratio == pytest.approx(size, rel=0.01)  # the truth's own spread is 1
-        assert size == 0.5 or ratio == pytest.approx(1, rel=0.01)
-
-
-# -- what is refused
 
 
 def test_the_best_checkpoint_may_be_that_of_the_best_crps():

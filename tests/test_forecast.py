@@ -16,18 +16,19 @@ from datasets.conditions import compute_forcings
 from errors import UserError
 from tests.forecasts import plain_forecast
 from tests.planned import run_forecast, run_main, run_train
-from tests.sample_archives import zarr_chunked
+from tests.sample_archives import netcdf, zarr_chunked
 from tests.started_jobs import (
     LATITUDE,
     LONGITUDE,
     Job,
     run_options,
+    small_dataset,
     small_wave,
     started_by,
     write_config,
 )
-from training.config_checks import load_checked
 from verification.stores import open_forecast
+from verification.tables import lead_hours
 
 VARIABLES = ["geopotential:500", "geopotential:850", "temperature:850", "2m_temperature"]
 EMPTY = np.datetime64("2020-01-09T06")  # 2m_temperature has no value on this date
@@ -54,17 +55,13 @@ def run(tmp_path_factory) -> Path:
 
 def write_archive(folder: Path) -> str:
     """Ten days of waves that travel east, on 6 x 8 points."""
-    time = np.datetime64("2020-01-01", "ns") + np.arange(40) * np.timedelta64(6, "h")
-    wave = small_wave(40, size=1.0)  # (T, H, W)
-    upper, surface = ("time", "level", "latitude", "longitude"), ("time", "latitude", "longitude")
-    ds = xr.Dataset(
-        {
-            "geopotential": (upper, np.stack([5e4 + 900 * wave, 1.4e4 + 500 * wave], axis=1).astype("f4")),
-            "temperature": (upper, np.stack([250 + 9 * wave, 280 + 5 * wave], axis=1).astype("f4")),
-            "2m_temperature": (surface, (288 - 7 * wave).astype("f4")),
-        },
-        {"time": time, "level": [500, 850], "latitude": LATITUDE, "longitude": LONGITUDE},
-    )
+    ds = small_dataset({"2m_temperature": small_wave(40, size=1.0)}).drop_attrs()
+    wave = ds["2m_temperature"]
+    levels = xr.DataArray([1.0, 0.5], {"level": [500, 850]})
+    upper = wave.expand_dims(level=levels.level, axis=1)
+    ds["geopotential"] = (5e4 * levels**1.8 + 900 * levels * upper).astype("f4")
+    ds["temperature"] = (310 - 60 * levels + 9 * levels * upper).astype("f4")
+    ds["2m_temperature"] = 288 - 7 * wave
     ds["2m_temperature"].loc[EMPTY] = np.nan
     return zarr_chunked(folder / "wb.zarr", ds.drop_sel(time=np.datetime64("2020-01-08T12")), {"time": 1})
 
@@ -88,9 +85,19 @@ def files(path: Path) -> dict[str, bytes]:
     return {str(p.relative_to(path)): p.read_bytes() for p in path.rglob("*") if p.is_file()}
 
 
-def test_the_store_has_weatherbenchs_schema(run, tmp_path):
-    path = tmp_path / "forecast.zarr"
-    store(run, path)
+@pytest.fixture(scope="module")
+def path(run) -> Path:
+    """The forecasts of the run as it is configured."""
+    store(run, run.parent / "forecast.zarr")
+    return run.parent / "forecast.zarr"
+
+
+@pytest.fixture(scope="module")
+def plain(path) -> xr.Dataset:
+    return xr.open_zarr(path, decode_timedelta=True).load()
+
+
+def test_the_store_has_weatherbenchs_schema(path):
     with warnings.catch_warnings(action="error"):  # it opens as it is, without options
         ds = xr.open_zarr(path)
     assert set(ds.data_vars) == {"geopotential", "temperature", "2m_temperature", "forecast_status"}
@@ -100,32 +107,24 @@ def test_the_store_has_weatherbenchs_schema(run, tmp_path):
     assert ds["geopotential"].encoding["chunks"] == (1, 1, 2, 6, 8)
     assert ds["geopotential"].dtype == np.float32 and ds["geopotential"].attrs["units"] == "m2 s-2"
     assert ds.time.values[0] == np.datetime64("2020-01-07") and ds.sizes["time"] == 6
-    hours = ds.prediction_timedelta.values / np.timedelta64(1, "h")
-    assert hours.tolist() == [6, 12, 18, 24, 30]
+    assert lead_hours(ds.rename(prediction_timedelta="lead_time")) == [6, 12, 18, 24, 30]
     assert ds.level.values.tolist() == [500, 850] and ds.latitude.values[0] == 75
-    assert (
-        ds["temperature"].sel(level=500).isnull().all()
-        and not ds["temperature"].sel(level=850).isnull().any()
-    )
+    has_values = ds["temperature"].notnull()
+    assert has_values.sel(level=850).all() and not has_values.sel(level=500).any()
 
 
-def test_a_netcdf_file_by_xarray_has_the_values_of_the_store_and_names_of_the_cf_conventions(run, tmp_path):
+def test_a_netcdf_file_by_xarray_has_the_values_of_the_store_and_names_of_the_cf_conventions(path, plain):
     """The line of docs/forecasting.md; forecast.py does not write such files."""
-    path = tmp_path / "forecast.nc"
-    plain = store(run, tmp_path / "forecast.zarr")
-    with pytest.raises(UserError, match="forecast.path.*Zarr"):
-        forecast.forecast(load_checked(arguments(run, "--forecast.path", str(path))))
-    opened = xr.open_zarr(tmp_path / "forecast.zarr", decode_timedelta=True)
-    opened.drop_encoding().to_netcdf(path, engine="h5netcdf")
-    with xr.open_dataset(path, decode_timedelta=True) as found:
-        xr.testing.assert_equal(found.load(), opened)
+    copy = netcdf(path.parent, xr.open_zarr(path, decode_timedelta=True).drop_encoding(), "forecast.nc")
+    with xr.open_dataset(copy, decode_timedelta=True) as found:
+        xr.testing.assert_equal(found.load(), plain)
         assert found.attrs["Conventions"] == "CF-1.11" and plain.latitude.attrs["axis"] == "Y"
         names = {name: each.attrs.get("standard_name") for name, each in found.variables.items()}
         status = found["forecast_status"]  # its flags were int64, and it int8: CF wants one type
         assert np.asarray(status.attrs["flag_values"]).dtype == status.dtype
     assert names["2m_temperature"] == "air_temperature" and names["level"] == "air_pressure"
     assert names["time"] == "forecast_reference_time" and names["prediction_timedelta"] == "forecast_period"
-    both = [open_forecast(str(each)) for each in (path, tmp_path / "forecast.zarr")]
+    both = [open_forecast(each) for each in (copy, str(path))]
     blocks = [each.read_block(slice(0, 6), slice(0, 5), each.variables) for each in both]
     np.testing.assert_array_equal(blocks[0], blocks[1])
 
@@ -200,19 +199,16 @@ def test_two_ranks_forecast_what_one_does(start_job, run, tmp_path, layout):
     assert layout or files(tmp_path / "two") == files(tmp_path / "one")
 
 
-def test_bfloat16_follows_float32(run, tmp_path):
-    full = store(run, tmp_path / "full.zarr")
+def test_bfloat16_follows_float32(run, plain, tmp_path):
     half = store(run, tmp_path / "half.zarr", "--training.mixed_precision_param", "bfloat16")
-    difference = float(np.abs(half["2m_temperature"] - full["2m_temperature"]).max())
-    assert 0 < difference < 0.05 * full["2m_temperature"].std()
+    difference = float(np.abs(half["2m_temperature"] - plain["2m_temperature"]).max())
+    assert 0 < difference < 0.05 * plain["2m_temperature"].std()
 
 
 # -- what goes wrong
 
 
-def test_a_blow_up_is_reported_with_date_and_lead_and_the_others_go_on(run, tmp_path, monkeypatch, capsys):
-    plain = store(run, tmp_path / "plain.zarr")
-
+def test_a_blow_up_is_reported_and_the_others_go_on(run, plain, tmp_path, monkeypatch, capsys):
     def unstable(*rest):
         for lead, state in enumerate(forecast_rollout(*rest), 1):
             if lead >= 3 and len(state) == 4:  # of the first batch
@@ -244,34 +240,33 @@ def test_a_date_without_values_is_reported_and_left_empty(run, tmp_path, capsys)
     ("options", "message"),
     [
         (
-            ["--forecast.interval_hours", "6", "--forecast.period", '["2020-01-08", "2020-01-09T00"]'],
+            '--forecast.interval_hours=6 --forecast.period=["2020-01-08","2020-01-09T00"]',
             "at 2020-01-08T12:00:00 (forecast.interval_hours = 6) in the data, which are from",
         ),
-        (
-            ["--forecast.period", '["2021-01-08", "2021-01-09"]'],
-            "forecast.period = ['2021-01-08', '2021-01-09']",
-        ),
-        (["--forecast.checkpoint", "nowhere"], "forecast.checkpoint = 'nowhere': no checkpoint there"),
-        (["--data.variables", '["vorticity:500"]'], "has no variable 'vorticity:500'; it has "),
-        (["--forecast.path", "/proc/f.zarr"], "the folder of forecast.path = '/proc': /proc is no folder"),
-        (["--forecast.path", "{run}/../wb.zarr/f.zarr"], "is inside the store"),
-        (["--export", "{run}/../wb.zarr/model"], "is inside the store"),
-        (["--forecast.path", "{run}/../wb.zarr"], "wb.zarr': exists, and is not a forecast of Rossby"),
-        (["--data.variables", '["2m_temperature", "geopotential:500"]'], "was trained with"),
-        (["--model.dim", "32"], "was trained with 16; take the config.toml of"),
+        ('--forecast.period=["2021-01-08","2021-01-09"]', "forecast.period = ['2021-01-08', '2021-01-09']"),
+        ("--forecast.checkpoint=nowhere", "forecast.checkpoint = 'nowhere': no checkpoint there"),
+        ('--data.variables=["vorticity:500"]', "has no variable 'vorticity:500'; it has "),
+        ("--forecast.path=/proc/f.zarr", "the folder of forecast.path = '/proc': /proc is no folder"),
+        ("--forecast.path={run}/../wb.zarr/f.zarr", "is inside the store"),
+        ("--forecast.path={run}/forecast.nc", "Zarr"),
+        ("--export={run}/../wb.zarr/model", "is inside the store"),
+        ("--forecast.path={run}/../wb.zarr", "wb.zarr': exists, and is not a forecast of Rossby"),
+        ('--data.variables=["2m_temperature","geopotential:500"]', "was trained with"),
+        ("--model.dim=32", "was trained with 16; take the config.toml of"),
     ],
 )
 def test_bad_input_is_one_line(run, tmp_path, options, message):
-    options = [word.format(run=run) if "{run}" in word else word for word in options]
-    words = arguments(run, "--forecast.path", str(tmp_path / "f.zarr"), *options)
+    words = arguments(
+        run, "--forecast.path", str(tmp_path / "f.zarr"), *options.replace("{run}", str(run)).split()
+    )
     ended = run_main(forecast.main, *words)
     lines = [line for line in ended.stderr.splitlines() if line.startswith("rossby: ")]
     assert ended.returncode == 2 and len(lines) == 1 and message in lines[0]
     assert not (tmp_path / "f.zarr").exists()
 
 
-def test_a_full_disk_is_one_line_and_the_rest_is_written_later(run, tmp_path, monkeypatch):
-    whole, path = store(run, tmp_path / "whole.zarr"), tmp_path / "f.zarr"
+def test_a_full_disk_is_one_line_and_the_rest_is_written_later(run, plain, tmp_path, monkeypatch):
+    path = tmp_path / "f.zarr"
     write = forecast.ForecastStore.write_chunks
 
     def full(self, name, pairs, lead, fields):
@@ -285,38 +280,58 @@ def test_a_full_disk_is_one_line_and_the_rest_is_written_later(run, tmp_path, mo
     assert ended.returncode == 1 and "Traceback" not in ended.stderr
     assert "rossby: [Errno 28] No space left on device" in ended.stderr
     assert len(list(path.glob("forecast_status/c/*/0"))) == 4
-    xr.testing.assert_equal(store(run, path), whole)
+    xr.testing.assert_equal(store(run, path), plain)
 
 
-def test_another_forecast_is_not_written_over(run, tmp_path):
-    store(run, tmp_path / "f.zarr")
-    before = files(tmp_path / "f.zarr")
+def test_another_forecast_is_not_written_over(run, path, tmp_path):
+    path = shutil.copytree(path, tmp_path / "f.zarr")
+    before = files(path)
     with pytest.raises(UserError, match=r"leads is \[6, .*, 30\] there and \[6, .*, 36\] here"):
-        store(run, tmp_path / "f.zarr", "--forecast.num_steps", "6")
-    assert files(tmp_path / "f.zarr") == before
-    metadata = tmp_path / "f.zarr/zarr.json"
-    intact = metadata.read_text()
-    # Of the description of the forecast, and of the metadata of an array, as readers take it.
-    for damaged in (
-        intact.replace(r"\"leads\":", r"\"leads\";"),
-        intact.replace('"float32"', '"flo`t32"', 1),
-    ):
-        metadata.write_text(damaged)
+        store(run, path, "--forecast.num_steps", "6")
+    assert files(path) == before
+    intact = (path / "zarr.json").read_text()
+    array = path / "2m_temperature/zarr.json"
+    # Of the description of the forecast, and of the metadata of an array, consolidated and its own.
+    description = intact.replace(r"\"leads\":", r"\"leads\";")
+    for damaged in (description, intact.replace('"float32"', '"flo`t32"', 1), b"", b"{", b"\x82", b"{}"):
+        (path / "zarr.json").write_text(damaged if isinstance(damaged, str) else intact)
+        array.write_bytes(damaged if isinstance(damaged, bytes) else before["2m_temperature/zarr.json"])
         with pytest.raises(UserError, match="damaged"):
-            store(run, tmp_path / "f.zarr")
+            store(run, path)
 
 
-def test_of_the_checkpoints_the_newest_good_one_is_taken(run, tmp_path):
-    older = store(
-        run, tmp_path / "older.zarr", "--forecast.checkpoint", str(run / "checkpoints/step-00000002")
-    )
+def test_a_store_of_other_initial_states_is_not_finished(run, tmp_path):
+    """The same path, dates and variables, but corrected values: the old forecasts were taken for these."""
+    path = shutil.copytree(run.parent / "wb.zarr", tmp_path / "wb.zarr")
+    options = ["--data.path", str(path)]
+    for _ in range(2):  # finished, and the same
+        store(run, tmp_path / "f.zarr", *options)
+    ds = xr.open_zarr(path).load().drop_encoding() + 1
+    shutil.rmtree(path)
+    zarr_chunked(path, ds, {"time": 1})
+    with pytest.raises(UserError, match="another forecast: states is CRC-32"):
+        store(run, tmp_path / "f.zarr", *options)
+
+
+def test_an_export_replaces_nothing(run, tmp_path):
+    (tmp_path / "model").write_text("another's")
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "folder/thesis.tex").write_text("another's")
+    for name in ("model", "folder", "new.pt2"):
+        ended = run_main(forecast.main, *arguments(run, "--export", str(tmp_path / name)))
+        assert ended.returncode == 2 and "--export" in ended.stderr and name in ended.stderr
+    assert (tmp_path / "model").read_text() == "another's"
+
+
+def test_of_the_checkpoints_the_newest_good_one_is_taken(run, plain, tmp_path):
+    first = str(run / "checkpoints/step-00000002")
+    older = store(run, tmp_path / "older.zarr", "--forecast.checkpoint", first)
     shutil.copytree(run, tmp_path / "run")
     damaged = next((tmp_path / "run/checkpoints/step-00000004").glob("*.distcp"))
     damaged.write_bytes(damaged.read_bytes()[:-1] + b"?")
     options = ["--forecast.checkpoint", str(tmp_path / "run")]
     xr.testing.assert_equal(store(run, tmp_path / "newest.zarr", *options), older)
-    newer = store(run, tmp_path / "newer.zarr")
-    assert float(np.abs(newer["2m_temperature"] - older["2m_temperature"]).max()) > 0
+    assert float(np.abs(plain["2m_temperature"] - older["2m_temperature"]).max()) > 0
 
 
 def test_initial_dates_by_interval(run, tmp_path):

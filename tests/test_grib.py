@@ -30,10 +30,8 @@ def test_grib_is_read_as_the_others(edition: int, tmp_path: Path, truth: xr.Data
     np.testing.assert_allclose(block, wanted, atol=1e-4)
     np.testing.assert_array_equal(archive.read_static("land_sea_mask"), truth.land_sea_mask.values)
     assert archive.units("geopotential:500") == "m2 s-2"
-    some = archive.read(3, ["temperature:850", "2m_temperature"])
-    np.testing.assert_array_equal(
-        some, block[3, [NAMES.index("temperature:850"), NAMES.index("2m_temperature")]]
-    )
+    some = ["temperature:850", "2m_temperature"]
+    np.testing.assert_array_equal(archive.read(3, some), block[3, [NAMES.index(name) for name in some]])
 
 
 def test_rows_and_columns_that_run_the_other_way(tmp_path: Path, truth: xr.Dataset) -> None:
@@ -58,11 +56,8 @@ def test_several_steps_of_a_date_are_chosen_by_data_select(tmp_path: Path, truth
     for step in (0, 6):
         archive = open_archive(path, {"step": str(step)})
         assert archive.times[0] == start + np.timedelta64(step, "h")
-        assert archive.read_block(0, 3, ["2m_temperature"])[:, 0, 0, 0].tolist() == [
-            200 + step,
-            210 + step,
-            220 + step,
-        ]
+        expected = [number + step for number in (200, 210, 220)]
+        assert archive.read_block(0, 3, ["2m_temperature"])[:, 0, 0, 0].tolist() == expected
 
 
 def test_a_variable_on_several_kinds_of_surfaces(tmp_path: Path, truth: xr.Dataset) -> None:

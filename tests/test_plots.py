@@ -20,7 +20,7 @@ from verification.stores import open_forecast
 from verification.tables import by_variable
 from verification.validation import Scores
 
-NAMES = ["geopotential:500", "2m_temperature", "a", "b", "leaf_wetness"]
+NAMES = {"geopotential:500": "m2 s-2", "2m_temperature": "K", "a": "", "b": "", "leaf_wetness": "mm"}
 GRID = global_grid((6, 12))
 EUROPE = Grid(np.arange(60.0, 29, -1), np.arange(-10.0, 21))
 
@@ -32,27 +32,17 @@ def drawn(monkeypatch: pytest.MonkeyPatch) -> dict[str, Figure]:
     return figures
 
 
-def scores_of(names: list[str], hours: list[int], num_dates: list[int], units: dict[str, str]) -> Scores:
-    """All are 1."""
-    leads = np.array(hours, "timedelta64[h]").astype("timedelta64[ns]")
-    coords: dict[str, Any] = {"metric": ["rmse"], "region": ["global"], "lead_time": leads}
-    coords |= {"forecast": ["model"], "num_dates": (("forecast", "lead_time"), [num_dates])}
-    dims = ("forecast", "metric", "region", "lead_time", "variable")
-    ones = xr.DataArray(np.ones((1, 1, 1, len(hours), len(names))), coords, dims)
-    return Scores(names, by_variable(ones, names, units), 0.5)
-
-
-def run(folder: Path) -> None:
-    (folder / "metrics.jsonl").write_text('{"step": 1, "loss": 1.0}\n')
-    units = dict(zip(NAMES, ["m2 s-2", "K", "", "", "mm"], strict=True))
-    scores = scores_of(NAMES, [6, 240], [47, 7], units)
-    fields = {name: (np.zeros(GRID.shape), np.full(GRID.shape, 3.0)) for name in NAMES}
-    plot_run(folder, scores, (np.datetime64("2020-01-01T00", "s"), fields), GRID, None)
-
-
 def test_the_first_four_are_mapped(tmp_path: Path, drawn: dict[str, Figure]) -> None:
-    """Truth (0) and forecast (3) share their colours."""
-    run(tmp_path)
+    """Truth (0) and forecast (3) share their colours. Of scores that all are 1."""
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "loss": 1.0}\n')
+    leads = np.array([6, 240], "timedelta64[h]").astype("timedelta64[ns]")
+    coords: dict[str, Any] = {"metric": ["rmse"], "region": ["global"], "lead_time": leads}
+    coords |= {"forecast": ["model"], "num_dates": (("forecast", "lead_time"), [[47, 7]])}
+    dims = ("forecast", "metric", "region", "lead_time", "variable")
+    ones = xr.DataArray(np.ones((1, 1, 1, 2, len(NAMES))), coords, dims)
+    fields = {name: (np.zeros(GRID.shape), np.full(GRID.shape, 3.0)) for name in NAMES}
+    scores = Scores([*NAMES], by_variable(ones, [*NAMES], NAMES), 0.5)
+    plot_run(tmp_path, scores, (np.datetime64("2020-01-01T00", "s"), fields), GRID, None)
     titles = [axes.get_title() for axes in drawn["maps.png"].axes if axes.get_title().startswith("truth")]
     expected = ["geopotential at 500 hPa (m2 s-2)", "2m temperature (K)", "a", "b"]
     assert titles == [f"truth: {name}" for name in expected]

@@ -1,13 +1,17 @@
-"""Every score against loops in plain Python, which share no code with it; spectra in closed form."""
+"""Every score against loops in plain Python, without its code; spectra; the test of differences."""
 
+import itertools
 import math
+from pathlib import Path
 
 import numpy as np
+import pandas as pd
 import pytest
 import torch
 import xarray as xr
 
 from datasets.grid import Grid
+from errors import ConfigError, DataError
 from tests.forecasts import grid as coordinates
 from verification.scores import (
     EARTH_RADIUS,
@@ -21,6 +25,7 @@ from verification.scores import (
     wind_pairs,
     zonal_energy_spectrum,
 )
+from verification.tables import build_scorecard, differs_from_0, write_scorecard
 
 GRIDS = {"poles": (7, 8, True), "no poles": (6, 12, False)}
 REGION_NAMES = ["global", "tropics", "extra-tropics", "europe"]
@@ -78,10 +83,12 @@ def fields(grid: Grid, members: int = 0, seed: int = 0) -> tuple[np.ndarray, np.
 
 
 def statistics_of(
-    forecast: torch.Tensor, truth: torch.Tensor, climatology: torch.Tensor | None, mean: RegionMeans
+    forecast: np.ndarray, truth: np.ndarray, climatology: np.ndarray | None, mean: RegionMeans
 ) -> torch.Tensor:
     """(S, V, R) of a single forecast."""
-    return date_statistics([forecast], truth, climatology, mean)[0]
+    of_forecast, of_truth = map(torch.from_numpy, (forecast, truth))
+    normal = None if climatology is None else torch.from_numpy(climatology)
+    return date_statistics([of_forecast], of_truth, normal, mean)[0]
 
 
 @pytest.mark.parametrize("members", [0, 2, 5])
@@ -95,15 +102,11 @@ def test_statistics_are_those_of_a_loop(shape: tuple, missing: bool, members: in
         forecast[..., 0, 1, 2] = np.nan  # where there is no truth nobody asks
     mean = RegionMeans(grid, REGION_NAMES)
     names = statistic_names(with_climatology=True, with_members=members > 0)
-    of_forecast, of_truth, normal = map(torch.from_numpy, (forecast, truth, climatology))
-    values = statistics_of(of_forecast, of_truth, normal, mean)
+    values = statistics_of(forecast, truth, climatology, mean)
     assert values.dtype == torch.float64 and values.isfinite().all()
-    for v in range(3):
-        for r, region in enumerate(REGION_NAMES):
-            expected = loop_statistics(forecast[..., v, :, :], truth[v], climatology[v], grid, region)
-            expected = {name: expected[name] for name in names}
-            found = dict(zip(names, values[:, v, r].tolist(), strict=True))
-            assert found == pytest.approx(expected, rel=1e-12)
+    for v, (r, region) in itertools.product(range(3), enumerate(REGION_NAMES)):
+        expected = loop_statistics(forecast[..., v, :, :], truth[v], climatology[v], grid, region)
+        assert values[:, v, r].tolist() == pytest.approx([expected[name] for name in names], rel=1e-12)
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
@@ -112,8 +115,7 @@ def test_a_broken_forecast_shows_where_it_is_broken_and_nowhere_else(value: floa
     forecast, truth, climatology = fields(grid)
     forecast[1, 0, 0] = value  # at 85 N
     mean = RegionMeans(grid, ["global", "tropics", "arctic", "antarctic"])
-    of_forecast, of_truth, normal = map(torch.from_numpy, (forecast, truth, climatology))
-    values = statistics_of(of_forecast, of_truth, normal, mean)
+    values = statistics_of(forecast, truth, climatology, mean)
     broken = torch.isinf(values).any(0)
     assert not values.isnan().any() and broken[1].tolist() == [True, False, True, False]
     assert not broken[[0, 2]].any()
@@ -121,8 +123,8 @@ def test_a_broken_forecast_shows_where_it_is_broken_and_nowhere_else(value: floa
 
 def test_a_field_without_truth_is_absent_and_a_region_off_the_grid_too() -> None:
     grid = Grid(np.arange(60.0, 29, -3), np.arange(0, 31, 3.0))
-    forecast, truth, _ = map(torch.from_numpy, fields(grid))
-    truth[2] = torch.nan
+    forecast, truth, _ = fields(grid)
+    truth[2] = np.nan
     values = statistics_of(forecast, truth, None, RegionMeans(grid, ["global", "ausnz"]))
     assert (~values[0].isnan()).tolist() == [[True, False], [True, False], [False, False]]
 
@@ -130,6 +132,8 @@ def test_a_field_without_truth_is_absent_and_a_region_off_the_grid_too() -> None
 def test_regions_are_the_cells_whose_centres_lie_inside() -> None:
     """Counted by hand on WeatherBench2's 240 x 121 grid, every 1.5 degrees from the poles and from 0 E."""
     grid = make_grid(121, 240, poles=True)
+    with pytest.raises(ConfigError, match="'arctics'"):
+        RegionMeans(grid, ["arctics"])
     size = {}
     for name in REGIONS:
         mean = RegionMeans(grid, [name])
@@ -160,23 +164,9 @@ def test_scores_of_means_in_closed_form() -> None:
     statistics = xr.DataArray(list(dates.values()), {"score": list(dates)}, ("score", "initial_time"))
     scores = final_scores(statistics, num_members=2)
     found = {name: float(scores.sel(metric=name)) for name in scores.metric.values}
-    expected = {
-        "mse": 4,
-        "rmse": 2,
-        "rmse_sqrt_before_time_avg": (1 + math.sqrt(7)) / 2,
-        "mae": 1.5,
-        "bias": -1,
-    }
-    expected |= {
-        "num_dates": 2,
-        "common_area": 0.75,
-        "acc": 0.5,
-        "acc_ratio_of_means": 0.5,
-        "forecast_activity": 3,
-        "truth_activity": 2,
-        "crps": 1,
-        "spread": 1,
-    }
+    expected = {"mse": 4, "rmse": 2, "rmse_sqrt_before_time_avg": (1 + math.sqrt(7)) / 2, "mae": 1.5}
+    expected |= {"bias": -1, "num_dates": 2, "common_area": 0.75, "acc": 0.5, "acc_ratio_of_means": 0.5}
+    expected |= {"forecast_activity": 3, "truth_activity": 2, "crps": 1, "spread": 1}
     expected |= {"spread_skill_ratio": 0.5, "unbiased_spread_skill_ratio": math.sqrt(1 / 3.5)}
     assert found == pytest.approx(expected, rel=1e-15)
 
@@ -190,17 +180,14 @@ def test_both_components_of_a_wind_vector_are_found() -> None:
 def test_means_do_not_depend_on_threads_nor_on_the_block_of_variables() -> None:
     """The bits: ranks of one run may have other numbers of threads."""
     grid, threads = make_grid(37, 72, True), torch.get_num_threads()
-    forecast, truth, climatology = map(torch.from_numpy, fields(grid))
+    f, t, c = fields(grid)
     mean = RegionMeans(grid, ["global"])
-    found = [statistics_of(forecast, truth, climatology, mean)]
+    found = statistics_of(f, t, c, mean)
+    alone = [statistics_of(f[[v]], t[[v]], c[[v]], mean) for v in range(3)]
+    assert torch.equal(found, torch.cat(alone, dim=1))
     torch.set_num_threads(threads + 2)
-    found.append(statistics_of(forecast, truth, climatology, mean))
+    assert torch.equal(found, statistics_of(f, t, c, mean))
     torch.set_num_threads(threads)
-    alone = [
-        statistics_of(f[None], t[None], c[None], mean)
-        for f, t, c in zip(forecast, truth, climatology, strict=True)
-    ]
-    assert torch.equal(found[0], found[1]) and torch.equal(found[0], torch.cat(alone, dim=1))
 
 
 # -- spectra
@@ -240,3 +227,85 @@ def test_the_mean_of_middle_latitudes_leaves_out_missing_rows_and_poles() -> Non
     spectrum = xr.DataArray(energy, {"latitude": rows}, ("latitude", "zonal_wavenumber"))
     assert mean_of_midlatitudes(spectrum).values == [2.0]
     assert mean_of_midlatitudes(spectrum[[0, 4, 5]]).values == [5.0]  # no row is in the middle
+
+
+# -- significance of differences, and the scorecard
+
+SCORES = ["mse", "mae", "bias", "common_area"]
+
+
+def autoregressive(rng: np.random.Generator, shape: tuple[int, int], factor: float) -> np.ndarray:
+    """Series (N, n) of variance 1 and this correlation of neighbours."""
+    series = rng.normal(size=shape)
+    for i in range(1, shape[1]):
+        series[:, i] = factor * series[:, i - 1] + np.sqrt(1 - factor**2) * series[:, i]
+    return series
+
+
+def test_the_inflation_is_that_of_an_autoregressive_process() -> None:
+    """As long as the series is, its mean varies as the inverse of so many independent dates."""
+    factor, length = 0.8, 20_000
+    series = autoregressive(np.random.default_rng(0), (1, length), factor)
+    deviation = np.sqrt((1 + factor) / (1 - factor) / length)  # of the mean
+    series -= series.mean()
+    for size in (1.85, 2.07):  # around the quantile of the normal distribution, 1.96
+        assert differs_from_0(series + size * deviation).tolist() == [size > 1.96]
+
+
+@pytest.mark.parametrize(("days", "most"), [(60, 0.12), (365, 0.08)])
+@pytest.mark.parametrize("decorrelation", [1, 2, 5])
+def test_equally_good_forecasts_are_rarely_marked(days: int, most: float, decorrelation: int) -> None:
+    """5 % are asked; the block bootstrap marked 20 to 39 % of 30 days, and 9 to 23 % of a year."""
+    for per_day in (1, 2):
+        factor, rng = np.exp(-1 / (decorrelation * per_day)), np.random.default_rng(days)
+        marked = differs_from_0(autoregressive(rng, (1000, days * per_day), factor))
+        assert 0.02 < marked.mean() < most
+
+
+def test_a_clear_difference_is_significant_whatever_dates_are_missing() -> None:
+    rng = np.random.default_rng(2)
+    difference = rng.normal(0, 0.5, (3, 60)) + np.array([[0.5], [0], [-0.5]])
+    assert differs_from_0(difference).tolist() == [True, False, True]
+    difference[:, rng.integers(0, 60, 10)] = np.nan
+    assert differs_from_0(difference).tolist() == [True, False, True]
+    assert not differs_from_0(np.zeros((1, 60))).any()
+
+
+def by_date(values: dict[str, np.ndarray], leads: list[int], name: str = "geopotential") -> xr.Dataset:
+    """forecast -> squared errors (initial_time, lead_time, level) as a table of scores by date."""
+    first = next(iter(values.values()))
+    statistics = np.stack([np.repeat(v[..., None, None], len(SCORES), axis=-1) for v in values.values()])
+    coords = {
+        "forecast": list(values),
+        "initial_time": np.datetime64("2020-01-01", "ns") + np.arange(len(first)) * np.timedelta64(12, "h"),
+        "lead_time": np.asarray(leads, "timedelta64[h]").astype("timedelta64[ns]"),
+        "variable": [f"{name}:{level}" for level in (500, 850)],
+        "region": ["global"],
+        "score": SCORES,
+    }
+    return xr.Dataset({"statistics": (list(coords), statistics)}, coords)
+
+
+def test_forecasts_are_compared_on_what_both_have(tmp_path: Path) -> None:
+    rng = np.random.default_rng(4)
+    first = rng.random((80, 3, 2)) + 1
+    second = 4 * first
+    second[70:] = np.nan  # dates and a lead that it lacks
+    second[:, 0] = np.nan
+    table = by_date({"first": first, "second": second, "broken": np.inf * first}, [6, 12, 24])
+    card = build_scorecard(table, "first", "second")
+    assert card["variable"].tolist() == ["geopotential:500"] * 2 + ["geopotential:850"] * 2
+    assert card["lead_hours"].tolist() == [12, 24] * 2 and set(card["num_dates"]) == {70}
+    np.testing.assert_allclose(card["percent"], -50)  # half the RMSE
+    assert card["significant"].tolist() == [1] * 4 and card.attrs["dates_needed"] == 60
+    assert "4 of 4 tested cells are marked" in card.attrs["by_chance"]
+    assert "5%, about 0, would be by chance" in card.attrs["by_chance"]
+    few = build_scorecard(table.isel(initial_time=slice(59)), "first", "second")
+    assert min(few["percent"]) < 0 and True not in few["significant"].tolist()
+    write_scorecard(card, tmp_path)
+    assert (tmp_path / "scorecard.html").read_text().count(">-50</td>") == 4
+    assert pd.read_csv(tmp_path / "scorecard.csv")["percent"].tolist() == [-50.0] * 4
+    with pytest.raises(DataError, match="have no number to compare"):  # it was a KeyError of the table
+        build_scorecard(table, "first", "broken")
+    with pytest.raises(DataError):
+        build_scorecard(table.isel(lead_time=[0]), "first", "second")

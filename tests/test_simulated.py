@@ -59,18 +59,15 @@ def test_synthesis_at_other_latitudes_and_derivatives_in_closed_form(model: TwoL
     spectrum = project(model, np.sin(2 * lon) * model.mu * (1 - model.mu**2))
     output = SphericalHarmonics(np.sin(lat[0]), lon[:, 0], simulated.TRUNCATION)
     zero, laplacian = torch.zeros_like(spectrum), model.transform.laplacian[:, None, None]
-    got = [
-        output.synthesize(spectrum),
-        output.synthesize(model.transform.differentiate(spectrum)),
-        output.synthesize(zero, spectrum),
-        output.synthesize(spectrum * laplacian) * RADIUS**2,
-    ]
-    value = np.sin(lat) * np.cos(lat) ** 2
+    value, waves = np.sin(lat) * np.cos(lat) ** 2, np.sin(2 * lon)
     slope = np.cos(lat) ** 2 * (np.cos(lat) ** 2 - 2 * np.sin(lat) ** 2)
-    waves = np.sin(2 * lon)
-    expected = [value * waves, 2 * value * np.cos(2 * lon), slope * waves, -12 * value * waves]
-    for tensor, array in zip(got, expected, strict=True):
-        np.testing.assert_allclose(tensor[:, :, 0, 0].numpy(), array, atol=1e-10)
+    for tensor, expected in (
+        (output.synthesize(spectrum), value * waves),
+        (output.synthesize(model.transform.differentiate(spectrum)), 2 * value * np.cos(2 * lon)),
+        (output.synthesize(zero, spectrum), slope * waves),
+        (output.synthesize(spectrum * laplacian) * RADIUS**2, -12 * value * waves),
+    ):
+        np.testing.assert_allclose(tensor[:, :, 0, 0].numpy(), expected, atol=1e-10)
 
 
 def test_balanced_flow_stays_for_a_day(model: TwoLayerModel) -> None:
@@ -79,15 +76,8 @@ def test_balanced_flow_stays_for_a_day(model: TwoLayerModel) -> None:
     bowl = [-(RADIUS * ROTATION * speed + speed**2 / 2) * mu**2 for speed in (40.0, 10.0)]  # phi, m2 s-2
     depth_upper = DEFAULTS.depth_upper + (bowl[0] - bowl[1]) / (GRAVITY * (1 - DEFAULTS.density_ratio))
     depth_lower = DEFAULTS.depth_upper + DEFAULTS.depth_lower + bowl[0] / GRAVITY - depth_upper
-    fields = [
-        2 * 40.0 / RADIUS * mu,
-        2 * 10.0 / RADIUS * mu,
-        0 * mu,
-        0 * mu,
-        depth_upper,
-        depth_lower,
-        0 * mu,
-    ]
+    vorticity = [2 * speed / RADIUS * mu for speed in (40.0, 10.0)]
+    fields = [*vorticity, 0 * mu, 0 * mu, depth_upper, depth_lower, 0 * mu]
     start = torch.cat([project(model, np.tile(field, (64, 1))) for field in fields], dim=2)
     *_, end = model.run(start, num_steps=32)
     drift = model.transform.synthesize(end - start).abs().amax(dim=(0, 1, 3))
@@ -144,10 +134,8 @@ def test_fields_are_weather(record: xr.Dataset) -> None:
     core = float(jet.idxmax("latitude"))
     assert 20 < jet.max() < 60 and abs(core) > 25
     assert abs(record.u_component_of_wind).max() < 120
-    assert (
-        70_000 < record.geopotential.sel(level=300).min()
-        and record.geopotential.sel(level=300).max() < 105_000
-    )
+    height = record.geopotential.sel(level=300)
+    assert 70_000 < height.min() and height.max() < 105_000
     assert record.total_column_water_vapour.min() >= 0 and record.total_column_water_vapour.max() < 80
     land = record.land_sea_mask > 0.5
     assert 0.03 < land.mean() < 0.4 and record.geopotential_at_surface.where(land).min() > 1000

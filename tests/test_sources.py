@@ -7,32 +7,25 @@ import numpy as np
 import pytest
 import xarray as xr
 
-from config import Data
 from datasets.archive import evenly_spaced
 from datasets.options import parse_period
 from datasets.selection import open_selection
-from errors import DataError
+from errors import ConfigError, DataError
 from tests.planned import run_train
-from tests.sample_archives import analyses, weatherbench
-from tests.started_jobs import run_options, write_config
+from tests.sample_archives import netcdf
+from tests.started_jobs import run_options, small_dataset, write_config
 from training.config_checks import load_checked
 
 WIND, SEA = "10m_u_component_of_wind", "sea_surface_temperature"
-START, STEP = np.datetime64("2020-01-01", "ns"), np.timedelta64(6, "h")
 
 
 def write_sea(folder: Path, changes: dict | None = None, skip: int = 7) -> str:
     """A NetCDF file of another calendar's name, reference date and order, from noon, without one date."""
-    time = np.delete(START + np.arange(2, 40) * STEP, skip)
-    axes = {"time": time, "latitude": np.arange(-75.0, 76, 30.0), "longitude": np.arange(0, 360, 45.0)}
-    values = 280 + np.arange(len(time))[:, None, None] * np.ones((1, 6, 8))
-    data = xr.Dataset({SEA: (tuple(axes), values.astype("f4"), {"units": "K"})}, axes)
-    data = data.assign(changes or {})
-    path = folder / "sea.nc"
-    data.to_netcdf(
-        path, encoding={"time": {"units": "days since 1900-01-01", "calendar": "gregorian", "dtype": "f8"}}
-    )
-    return str(path)
+    ds = small_dataset({SEA: 278 + np.arange(40)[:, None, None] * np.ones((1, 6, 8))}).sortby("latitude")
+    ds[SEA].attrs["units"] = "K"
+    ds = ds.isel(time=np.delete(np.arange(2, 40), skip)).assign(changes or {})
+    encoding = {"time": {"units": "days since 1900-01-01", "calendar": "gregorian", "dtype": "f8"}}
+    return netcdf(folder, ds, "sea.nc", encoding)
 
 
 @pytest.fixture
@@ -49,54 +42,44 @@ def test_variables_and_dates_are_joined(options: list[str]) -> None:
     lacking = np.flatnonzero(~archive.has([WIND, SEA]))
     assert lacking.tolist() == [0, 1, 9]  # the first two of the wind, and the one that the sea lacks
     field = archive.read(10, [WIND, SEA])
-    assert np.isfinite(field).all() and (field[1] == 280 + 7).all()
+    assert np.isfinite(field).all() and (field[1] == 278 + 10).all()
     log = run_train(*options, "--training.steps", "2")[-1]
     assert log["step"] == 2 and np.isfinite(log["loss"])
     samples = selection.samples("train", [1])
     assert len(samples) and not np.isin(samples, lacking).any()
 
 
-def test_units_and_values_that_differ_name_the_source(options: list[str], tmp_path: Path) -> None:
+def test_what_cannot_be_joined_names_the_source(options: list[str], tmp_path: Path) -> None:
     data = load_checked(options).data
-    dims = ("time", "latitude", "longitude")
-    wind = np.zeros((37, 6, 8), "f4")
-    for attrs, reason in (({"units": "knots"}, "units"), ({"units": "m s-1"}, "different values")):
-        write_sea(tmp_path, {WIND: (dims, wind, attrs)})
-        with pytest.raises(DataError, match=f"(?s){WIND}.*{reason}.*sea.nc"):
+    wind = (("time", "latitude", "longitude"), np.zeros((37, 6, 8), "f4"))
+    for units in ("knots", "m s-1"):
+        write_sea(tmp_path, {WIND: (*wind, {"units": units})})
+        with pytest.raises(DataError, match=f"(?s): {WIND} has different values .*sea.nc"):
             open_selection(data, (3, 4), ())
-
-
-def test_another_grid_and_a_source_that_is_not_there(options: list[str], tmp_path: Path) -> None:
-    data = load_checked(options).data
-    other = xr.open_dataset(tmp_path / "sea.nc").load().isel(longitude=slice(0, None, 2))
-    other.to_netcdf(tmp_path / "coarse.nc")
+    netcdf(
+        tmp_path, xr.open_dataset(tmp_path / "sea.nc").load().isel(longitude=slice(0, None, 2)), "coarse.nc"
+    )
     for name in ("coarse.nc", "nowhere.nc"):
         with pytest.raises(DataError, match=name):
-            open_selection(Data(**{**vars(data), "more_paths": (str(tmp_path / name),)}), (3, 4), ())
+            open_selection(replace(data, more_paths=(str(tmp_path / name),)), (3, 4), ())
+
+
+def test_another_static_field_is_another_meaning_of_the_weights(tmp_path: Path) -> None:
+    words = [f"--data.path={tmp_path / 'wb.zarr'}", '--data.static_variables=["land_sea_mask"]']
+    options = run_options(write_config(tmp_path), tmp_path / "run", *words)
+    wind = xr.open_zarr(tmp_path / "wb.zarr")[WIND][0].drop_vars("time")
+    rng = np.random.default_rng(0)
+    for name in ("mask", "other"):
+        mask = (wind * 0 + rng.random((6, 8)).astype("f4").round()).drop_attrs()
+        mask.to_dataset(name="land_sea_mask").to_netcdf(tmp_path / f"{name}.nc", engine="h5netcdf")
+    same, other = (f"--data.static_path={tmp_path / name}" for name in ("mask.nc", "other.nc"))
+    run_train(*options, same, "--training.steps=2")
+    with pytest.raises(ConfigError, match="the field land_sea_mask = .*was trained with"):
+        run_train(*options, other, "--training.steps=4")
+    run_train(*options, same, "--training.steps=3")
 
 
 # -- periods and dates
-
-NAMES = ("2m_temperature", "geopotential:500")
-
-
-def hours(n: int, missing: tuple[int, ...] = ()) -> xr.Dataset:
-    """n dates 6 h apart from 2020-01-01, without some."""
-    ds = xr.concat([analyses().isel(time=0)] * n, "time")
-    ds = ds.assign_coords(time=np.datetime64("2020-01-01", "ns") + np.arange(n) * np.timedelta64(6, "h"))
-    return ds.isel(time=[i for i in range(n) if i not in missing])
-
-
-@pytest.fixture
-def data(tmp_path):
-    path = weatherbench(tmp_path, hours(20, missing=(7,)))
-    return Data(
-        path=path,
-        variables=NAMES,
-        train_period=("2020-01-01", "2020-01-03"),
-        validation_period=("2020-01-04", "2020-01-05"),
-        static_variables=("land_sea_mask",),
-    )
 
 
 def test_dates_with_an_offset_become_utc() -> None:
@@ -105,12 +88,11 @@ def test_dates_with_an_offset_become_utc() -> None:
     assert last and last.isoformat() == "2020-01-01T23:59:59"
 
 
-def test_the_last_day_counts_to_its_end(data):
-    selection = open_selection(data, (2, 2), ())
-    assert selection.archive.times[selection.train[-1]] == np.datetime64("2020-01-03T18")
-    precise = replace(data, train_period=("2020-01-01", "2020-01-03T06"))
-    selection = open_selection(precise, (2, 2), ())
-    assert selection.archive.times[selection.train[-1]] == np.datetime64("2020-01-03T06")
+@pytest.mark.parametrize(("last", "hour"), [("2020-01-03", 18), ("2020-01-03T06", 6)])
+def test_the_last_day_counts_to_its_end(tmp_path: Path, last: str, hour: int) -> None:
+    data = load_checked(run_options(write_config(tmp_path), tmp_path / "run")).data
+    selection = open_selection(replace(data, train_period=("2020-01-01", last)), (2, 2), ())
+    assert selection.archive.times[selection.train[-1]] == np.datetime64(f"2020-01-03T{hour:02d}")
 
 
 def test_evenly_spaced():
