@@ -121,8 +121,11 @@ def check_machine(config: Config) -> None:
     if not num_gpus and os.environ.get("CUDA_VISIBLE_DEVICES", "all") not in ("", "-1", "NoDevFiles"):
         with suppress(OSError, subprocess.SubprocessError):
             command = ["nvidia-smi", "--list-gpus"]
-            listed = subprocess.run(command, capture_output=True, text=True, timeout=60).stdout
-            if gpus := re.findall("^GPU ", listed, re.MULTILINE):
+            listed = subprocess.run(command, capture_output=True, text=True, timeout=60)
+            if listed.returncode:
+                reason = (listed.stdout + listed.stderr).strip().partition("\n")[0]
+                print_message(f"warning: no GPU, the run is on the CPU: nvidia-smi fails ({reason})")
+            if gpus := re.findall("^GPU ", listed.stdout, re.MULTILINE):
                 sees = f"nvidia-smi lists {len(gpus)} GPUs, and torch {torch.__version__} sees none"
                 fix = "install a torch for this driver, or train on the CPU with CUDA_VISIBLE_DEVICES=''"
                 raise ConfigError(f"{sees}; {fix}")

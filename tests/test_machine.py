@@ -111,7 +111,7 @@ def test_a_machine_whose_compiler_does_not_work_is_told_so(said: str | None, tmp
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="torch sees the GPUs of this machine")
-def test_gpus_that_torch_does_not_see_are_not_left_to_the_cpu(tmp_path: Path, monkeypatch) -> None:
+def test_gpus_that_torch_does_not_see_are_not_left_to_the_cpu(tmp_path: Path, monkeypatch, capsys) -> None:
     """An old driver, or torch for CPUs: the run trained on the CPU."""
     (tmp_path / "nvidia-smi").write_text("#!/bin/sh\nseq -f 'GPU %g: H100' 2\n")
     (tmp_path / "nvidia-smi").chmod(0o755)
@@ -122,6 +122,9 @@ def test_gpus_that_torch_does_not_see_are_not_left_to_the_cpu(tmp_path: Path, mo
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     with pytest.raises(ConfigError, match="lists 2 GPUs, .* CUDA_VISIBLE_DEVICES=''"):
         open_checked(config)
+    (tmp_path / "nvidia-smi").write_text("#!/bin/sh\necho no driver\nexit 9\n")
+    open_checked(config)
+    assert "on the CPU: nvidia-smi fails (no driver)" in capsys.readouterr().err
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     open_checked(config)
 
