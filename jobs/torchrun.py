@@ -9,6 +9,7 @@ import re
 import shutil
 import signal
 import socket
+import subprocess
 import sys
 import threading
 import time
@@ -81,7 +82,10 @@ def forward_signals(numbers: socket.socket) -> None:
         again, Node.stopping = number == signal.SIGINT and Node.stopping, True
         for folder in attempts():
             (folder / errors.SIGNALLED).touch()
-        ranks = [int(rank) for rank in Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()]
+        listed = Path(f"/proc/self/task/{os.getpid()}/children")  # not of every Linux, nor of macOS
+        command = ["pgrep", "-P", str(os.getpid())]
+        text = listed.read_text() if listed.exists() else subprocess.check_output(command, text=True)
+        ranks = [int(rank) for rank in text.split()]
         for rank in ranks:
             with suppress(ProcessLookupError):
                 os.kill(rank, number)
