@@ -101,18 +101,11 @@ def reachable(graph: dict[str, set[str]], start: str) -> set[str]:
 def test_models_and_grid_know_nothing_of_ranks() -> None:
     """Nor does anything that they import."""
     modules, graph = sources(), import_graph()
-    for module in modules:
-        if module.partition(".")[0] != "models" and module != "datasets.grid":
-            continue
+    for module in [name for name in modules if name.startswith("models.")] + ["datasets.grid"]:
         for name in {module} | reachable(graph, module):
-            forbidden = [
-                imported
-                for imported in imported_names(parsed(modules[name]))
-                if re.match(r"(parallelisms|training|torch\.distributed)(\.|$)", imported)
-                or (module != "datasets.grid" and re.match(r"datasets(\.|$)", imported))
-            ]
-            via = "" if name == module else f" (through {name})"
-            assert not forbidden, f"{module}{via} imports {forbidden}: a model never asks with whom it runs"
+            imported = " ".join(imported_names(parsed(modules[name])))
+            wrong = re.findall(r"\b(?<!\.)(?:parallelisms|training|torch\.distributed)\b", imported)
+            assert not wrong, f"{module} imports {wrong} through {name}: a model never asks with whom it runs"
 
 
 ORDER: str = "errors config command_line jobs models datasets parallelisms verification checkpoints training "
@@ -204,25 +197,7 @@ def test_there_is_one_training_step() -> None:
             assert name_of(path) in BACKWARD, f"{name_of(path)}:{found[0]}: call training.step.train_step"
 
 
-# -- 5. nothing is swallowed
-
-
-def test_no_error_of_compile_is_swallowed() -> None:
-    """By suppress_errors it falls back to eager. Ruff finds bare excepts, and those that pass."""
-    for path in sources().values():
-        for node in ast.walk(parsed(path)):
-            names = (getattr(node, "attr", None), getattr(node, "arg", None))
-            assert "suppress_errors" not in names, f"{name_of(path)}: suppress_errors hides what went wrong"
-
-
 # -- 7. and 8. installing and storing
-
-
-def test_the_project_is_not_installable() -> None:
-    tools = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]
-    assert tools["setuptools"] == {"packages": [], "py-modules": []}  # dependencies alone are installed
-    assert tools["pytest"]["ini_options"]["pythonpath"] == ["."]
-    assert "--import-mode=importlib" in tools["pytest"]["ini_options"]["addopts"]
 
 
 def locked(file: str) -> dict[str, str]:

@@ -1,5 +1,6 @@
 """A rank that stalls, stops or leaves: which rank is named, how soon the job ends, report and files."""
 
+import json
 import time
 from dataclasses import replace
 from types import SimpleNamespace
@@ -8,12 +9,12 @@ from unittest.mock import Mock
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed import HashStore  # type: ignore[reportPrivateImportUsage]
 
 import jobs.heartbeat
 from config import Comm
+from errors import DataError
 from jobs.heartbeat import Activity
-from jobs.watchdog import NO_REASON, Heartbeat, Watchdog, find_stalled_ranks, is_lost_connection
+from jobs.watchdog import Heartbeat, Watchdog, find_stalled_ranks, is_lost_connection
 from tests.test_launch import launch
 
 TRAINING = Heartbeat(0, "node", 7, step=12, phase="optimizer", seconds=1.0, limit=10.0)
@@ -62,30 +63,6 @@ def test_a_lost_connection_is_no_error_of_this_rank():
     assert not is_lost_connection(ValueError("connection")) and not is_lost_connection(RuntimeError("shape"))
 
 
-def test_the_first_of_many_ranks_hears_all_in_two_requests(monkeypatch, tmp_path):
-    monkeypatch.setenv("WORLD_SIZE", "300")
-    monkeypatch.setenv("RANK", "0")
-    watchdog, asked = Watchdog(tmp_path, Comm()), []
-    store = HashStore()
-    store.compare_set("shutdown", "", NO_REASON)
-    watchdog.store = recorded(store, asked)  # type: ignore[assignment]
-    watchdog.exchange()
-    asked.clear()
-    watchdog.exchange()
-    assert asked == ["set", "multi_get"] and len(watchdog.last) == 300
-
-
-def recorded(store, asked):
-    """A store that notes which of its methods are called."""
-
-    class Recorded:
-        def __getattr__(self, name):
-            asked.append(name)
-            return getattr(store, name)
-
-    return Recorded()
-
-
 @pytest.mark.parametrize(
     ("world_size", "phase", "limit"), [("1", "data", 600), ("2", "data", 3), ("2", "validation", 600)]
 )
@@ -123,3 +100,23 @@ def test_after_a_stop_signal_a_silent_rank_is_dead_sooner(tmp_path):
     patient = watchdog.silence()
     watchdog.is_asked_to_stop = True
     assert watchdog.silence() == 15 < patient
+
+
+@pytest.mark.parametrize(
+    "error", [PermissionError(13, "Permission denied", "x.zarr"), DataError("x.zarr: no")]
+)
+def test_status_has_the_exit_code_of_an_error(tmp_path, error):
+    """Of a PermissionError on one rank it was 1, and the process ended with 2."""
+    watchdog = Watchdog(tmp_path, Comm())
+    watchdog.begin(3)
+    watchdog.end_with(error)
+    status = json.loads((tmp_path / "status.json").read_text())
+    assert status["exit_code"] == 2 and status["message"].startswith("x.zarr: ")
+
+
+def test_a_status_that_cannot_be_written_is_said_once(tmp_path, capsys):
+    (tmp_path / "run").touch()
+    watchdog = Watchdog(tmp_path / "run", Comm())
+    watchdog.begin(0)
+    watchdog.write_status(1, "failed")
+    assert capsys.readouterr().err.count("status.json is not written") == 1
