@@ -76,13 +76,11 @@ def started_by(program: str, ranks: int = 1) -> list[str]:
 
 
 def run_program(
-    *command: str | Path, cwd: str | Path = ROOT, timeout: float = 120, **environment: str
+    *command: str | Path, cwd: str | Path = ROOT, **environment: str
 ) -> subprocess.CompletedProcess[str]:
     """Run a command to its end, with these variables of the environment too."""
     variables = os.environ | {"ROSSBY_PYTHON": sys.executable} | environment
-    return subprocess.run(
-        command, cwd=cwd, env=variables, timeout=timeout, capture_output=True, text=True, check=False
-    )
+    return subprocess.run(command, cwd=cwd, env=variables, timeout=250, capture_output=True, text=True)
 
 
 def wait_until(condition: Callable[[], object], seconds: float = 60, what: Callable[[], str] = str) -> None:

@@ -2,7 +2,6 @@
 
 import math
 from statistics import NormalDist
-from typing import Any
 
 import numpy as np
 import pytest
@@ -10,7 +9,7 @@ import torch
 
 from datasets.grid import area_weights, global_grid
 from models.noise import COARSE, FINE, NoiseFields, between, hash64, keys_of_members, noise_keys, noise_names
-from tests.parity import Layout, SmallRun, cut, difference, full
+from tests.parity import Layout, SmallRun, cut
 from tests.test_losses import assert_as_exact
 from training.losses.pointwise import CRPS, by_member
 
@@ -106,42 +105,6 @@ def test_the_loss_of_fields_with_holes(one_rank):
     assert found.item() == pytest.approx(by_hand, rel=1e-5)
     dates = [objective.loss_of_fields(states[3 * i : 3 * i + 3], truth[i : i + 1]).item() for i in range(2)]
     assert np.mean(dates) == pytest.approx(by_hand, rel=1e-5)
-
-
-@pytest.mark.parametrize(("rollout", "history"), [(3, 1), (1, 2), (3, 3)])
-def test_gradients_of_a_rollout_are_those_of_one_graph(one_rank, rollout, history):
-    """Each member goes on from its own window, with noise of its own at each step."""
-    options: dict[str, Any] = {"grid": (11, 10), "model": (("attention_backend", "math"),)}
-    layout = Layout(rollout=rollout, history=history, members=3, **options)
-    run, plain = SmallRun(layout), SmallRun(layout)
-    loss, _ = run.step(0)
-    fields, times = plain.batches(0)[0]
-    conditions, model = plain.objective.conditions, plain.model.meta_model
-    assert conditions.noise is not None
-    keys = noise_keys(0, 1, times.repeat_interleave(3), torch.arange(3).repeat(len(times)))
-    assert torch.equal(plain.objective.noise_keys(1, times), keys)
-    assert not torch.isin(plain.objective.noise_keys(2, times), keys).any()  # new at every step
-    area = torch.from_numpy(area_weights(conditions.latitude.numpy())).float()
-    states = [fields[:, n].nan_to_num().repeat_interleave(3, 0) for n in range(history)]
-    losses = []
-    for number in range(rollout):
-        static = conditions.static.expand(len(keys), -1, -1, -1)
-        noise = conditions.noise.draw(
-            keys, times.repeat_interleave(3) + number * plain.objective.step_seconds
-        )
-        state = states[0] + model.predict(torch.cat([*states, static, noise], dim=1))
-        states, truth = [state, *states[:-1]], fields[:, history + number]
-        weights = truth.isfinite() * area[:, None]
-        weights = weights / weights.sum((-2, -1), keepdim=True) * torch.tensor([1, 2, 0.5])[:, None, None]
-        error = state.unflatten(0, (-1, 3)) - truth.nan_to_num()[:, None]
-        apart = (error[:, :, None] - error[:, None]).abs().sum(dim=(1, 2)) / (2 * 3 * 2)
-        crps = error.abs().mean(dim=1) - (1 - (1 - ALPHA) / 3) * apart
-        losses.append((weights * crps).sum() / (3 * len(fields)))
-    expected = torch.stack(losses).mean()
-    expected.backward()
-    gradients = {name: full(p.grad) for name, p in plain.model.parameters.items() if p.grad is not None}
-    assert loss == pytest.approx(expected.item(), rel=1e-6)
-    assert difference(run.gradients, gradients)[0] < 1e-5
 
 
 # -- noise

@@ -21,6 +21,7 @@ from datasets.normalization import Normalizer
 from datasets.selection import open_selection
 from datasets.statistics import Statistics
 from errors import UserError
+from models.noise import noise_keys
 from tests import parity
 from tests.forecasts import plain_forecast
 from tests.parity import Layout, SmallRun, difference
@@ -191,9 +192,11 @@ PLAIN_FIELDS = parity.fields_of
 def loss_in_one_graph(run: SmallRun, fields: Tensor, shares: list[float]) -> tuple[Tensor, dict]:
     """Of physical fields (B, h + R, V, H, W), in float64, and its gradients, no part of the rollout used."""
     mean, std, change = (torch.tensor(n).double()[:, None, None] for n in (MEAN, STD, CHANGE))
-    model, objective = deepcopy(run.model.meta_model).double(), run.objective
+    model, objective, members = deepcopy(run.model.meta_model).double(), run.objective, run.layout.members
     area = torch.from_numpy(area_weights(objective.conditions.latitude.numpy())).double()
-    static, history, times = objective.conditions.static.double(), run.layout.history, run.batches(0)[0].times
+    static, history = objective.conditions.static.double(), run.layout.history
+    times, number_of = run.batches(0)[0].times.repeat_interleave(members), torch.arange(members)
+    keys = noise_keys(0, 1, times, number_of.repeat(len(fields)))
     seen, variable_weights = torch.ones(3, 1, 1), torch.tensor((1, 2, 0.5)) / 3
     if run.layout.roles:  # the second is diagnostic, the third a forcing
         seen[1], change[1] = 0, std[1]
@@ -201,7 +204,7 @@ def loss_in_one_graph(run: SmallRun, fields: Tensor, shares: list[float]) -> tup
     edge = torch.zeros(fields.shape[-2:], dtype=torch.bool)
     if run.layout.boundary:
         edge[[0, -1]], edge[:, [0, -1]] = True, True
-    normalised = (fields.double() - mean) / std
+    normalised = ((fields.double() - mean) / std).repeat_interleave(members, 0)
     states, loss = [normalised[:, number].nan_to_num() for number in range(history)], torch.zeros(())
     for number, share in enumerate(shares):
         truth = normalised[:, history + number]
@@ -211,10 +214,12 @@ def loss_in_one_graph(run: SmallRun, fields: Tensor, shares: list[float]) -> tup
         given += [ahead] * run.layout.boundary
         forcing = torch.where(truth.isnan(), states[0], truth)[:, 2:]
         given += [forcing] * run.layout.roles  # of the target, too
-        inputs = torch.cat([*given, static.expand(len(fields), -1, -1, -1)], dim=1)
         date = times + number * objective.step_seconds
-        keys = objective.drop_keys(objective.noise_keys(1, times), date)
-        output = model.predict(inputs, *([] if keys is None else [keys]))
+        given += [static.expand(len(times), -1, -1, -1)]
+        if objective.conditions.noise:  # each member has its own, new at each step
+            given += [objective.conditions.noise.draw(keys, date).double()]
+        dropped = objective.drop_keys(keys, date)
+        output = model.predict(torch.cat(given, dim=1), *([] if dropped is None else [dropped]))
         if run.layout.conserve:  # the first two are surface pressure and vapour
             pressure, vapour = ((output * change * area[:, None]).mean((-2, -1)) / area.mean()).unbind(1)[:2]
             shift = torch.zeros_like(change)
@@ -227,9 +232,13 @@ def loss_in_one_graph(run: SmallRun, fields: Tensor, shares: list[float]) -> tup
         states = [new, *states[:-1]]
         weights = (truth.isfinite() & ~edge) * area[:, None]
         weights = weights / weights.sum((-2, -1), keepdim=True) * variable_weights[:, None, None]
-        roots, truth = (weights / len(fields)).sqrt(), truth.nan_to_num()
-        squares = (roots * (new - truth)).square().sum()
-        loss = loss + share * squares
+        error = (new - truth.nan_to_num()).unflatten(0, (-1, members))
+        if members > 1:  # the almost fair CRPS of Lang et al. 2024
+            apart = (error[:, :, None] - error[:, None]).abs().sum(dim=(1, 2)) / (2 * members * (members - 1))
+            costs = error.abs().mean(dim=1) - (1 - 0.05 / members) * apart
+        else:
+            costs = error[:, 0].square()
+        loss = loss + share * (weights[::members] / len(fields) * costs).sum()
     loss.backward()
     found = {name: p.grad.numpy() for name, p in model.named_parameters() if p.grad is not None}
     return loss, found
@@ -251,6 +260,8 @@ def loss_in_one_graph(run: SmallRun, fields: Tensor, shares: list[float]) -> tup
         (Layout(rollout=3), THIRDS),
         (Layout(rollout=3, model=(("stochastic_depth", 0.5),)), THIRDS),
         (Layout(rollout=3, conserve=True), THIRDS),
+        (Layout(rollout=3, members=3), THIRDS),
+        (Layout(history=3, rollout=3, members=3), THIRDS),
     ],
 )
 def test_gradients_are_those_of_one_graph(one_rank, monkeypatch, layout, shares) -> None:

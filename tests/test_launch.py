@@ -32,7 +32,7 @@ def run_text(folder: Path, text: str, *launcher: str) -> subprocess.CompletedPro
     """Run a program of the project's modules."""
     script = folder / "program.py"
     script.write_text(f"import os, signal, sys, threading, time\n{text}")
-    return run_program(*(launcher or [sys.executable]), str(script), PYTHONPATH=str(ROOT), timeout=60)
+    return run_program(*(launcher or [sys.executable]), str(script), PYTHONPATH=str(ROOT))
 
 
 def task_environment(number: int) -> dict[str, str]:

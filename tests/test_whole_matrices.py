@@ -68,11 +68,14 @@ def test_it_does_what_the_paper_says(one_rank, name: str) -> None:
 # -- one process
 
 
-def build(name: str, model: nn.Module, dtype: torch.dtype = torch.float32) -> torch.optim.Optimizer:
-    parameters = dict(model.named_parameters())
+def build(
+    name: Any, parameters: Any, lr: float = 1e-2, dtype: torch.dtype = torch.float32, **settings: float
+) -> torch.optim.Optimizer:
+    """The optimizer of named parameters."""
+    parameters = dict(parameters)
     sums = SharedSums(list(parameters), parameters, 1, torch.device("cpu"))
-    optimizer = build_optimizer(parameters, Optimizer(name=name, momentum=MOMENTUM), sums, dtype)  # type: ignore[arg-type]
-    set_lr(optimizer, 1e-2)
+    optimizer = build_optimizer(parameters, Optimizer(name=name, **settings), sums, dtype)  # type: ignore[arg-type]
+    set_lr(optimizer, lr)
     return optimizer
 
 
@@ -86,14 +89,12 @@ def small_model() -> nn.ModuleDict:
 def test_a_bad_step_leaves_no_trace(one_rank, name: str, bad_step: int) -> None:
     """Not the first one either: moments start at 0, not where memory happens to be."""
     models = small_model(), small_model()
-    skipping, straight = (build(name, model) for model in models)
+    skipping, straight = (build(name, model.named_parameters()) for model in models)
     for number in range(1, 4):
         gradients = [torch.randn(p.shape) for p in models[0].parameters()]
-        for model, optimizer, bad in (
-            (models[0], skipping, number == bad_step),
-            (models[1], straight, False),
-        ):
-            if model is models[1] and number == bad_step:
+        bad = number == bad_step
+        for model, optimizer in zip(models, (skipping, straight), strict=True):
+            if model is models[1] and bad:
                 continue
             for parameter, gradient in zip(model.parameters(), gradients, strict=True):
                 parameter.grad = torch.full_like(gradient, torch.nan) if bad else gradient.clone()
@@ -108,12 +109,8 @@ def test_a_bad_step_leaves_no_trace(one_rank, name: str, bad_step: int) -> None:
 @pytest.mark.parametrize("name", ("SGD", "LARS"))
 def test_without_momentum_a_step_is_the_gradient(one_rank, name: str) -> None:
     """It was a traceback of torch's kernel, which takes no buffers then. Nothing is kept between steps."""
-    model = small_model()
-    parameters = dict(model.named_parameters())
-    sums = SharedSums(list(parameters), parameters, 1, torch.device("cpu"))
-    settings = Optimizer(name=name, momentum=0.0, weight_decay=0.0)  # type: ignore[arg-type]
-    optimizer = build_optimizer(parameters, settings, sums, torch.float32)
-    set_lr(optimizer, 1e-2)
+    parameters = dict(small_model().named_parameters())
+    optimizer = build(name, parameters, momentum=0.0, weight_decay=0.0)
     for _ in range(2):
         before = {key: p.detach().clone() for key, p in parameters.items()}
         for parameter in parameters.values():
@@ -130,7 +127,8 @@ def test_without_momentum_a_step_is_the_gradient(one_rank, name: str) -> None:
 def test_muon_takes_the_step_of_torch(one_rank) -> None:
     """In bfloat16, on a matrix that is not sharded: to the bit."""
     model = small_model()
-    ours, weight = build("Muon", model, torch.bfloat16), model.blocks["0"].weight  # type: ignore[index]
+    weight: Any = model.blocks["0"].weight  # type: ignore[index]
+    ours = build("Muon", model.named_parameters(), dtype=torch.bfloat16, momentum=MOMENTUM)
     copy = nn.Parameter(weight.detach().clone())
     scale = "match_rms_adamw"
     theirs = torch.optim.Muon([copy], lr=1e-2, weight_decay=0.05, momentum=MOMENTUM, adjust_lr_fn=scale)
@@ -146,9 +144,7 @@ def test_muon_takes_the_step_of_torch(one_rank) -> None:
 def test_the_trust_ratio_is_capped_and_1_where_there_is_no_norm(one_rank) -> None:
     """A matrix 1,000 times as large as its step moves by 10 times its step; one of zeros by its step."""
     parameters = {"large": nn.Parameter(torch.full((4, 4), 1e3)), "zero": nn.Parameter(torch.zeros(4, 4))}
-    sums = SharedSums(list(parameters), parameters, 1, torch.device("cpu"))
-    optimizer = build_optimizer(parameters, Optimizer(name="LAMB", weight_decay=0.0), sums, torch.float32)
-    set_lr(optimizer, 1.0)
+    optimizer = build("LAMB", parameters, lr=1.0, weight_decay=0.0)
     for parameter in parameters.values():
         parameter.grad = torch.ones(4, 4)
     optimizer.step()
