@@ -28,7 +28,7 @@ ROOT_FILES |= {"requirements.txt", "requirements-extras.txt"}
 PICKLES = {
     "checkpoints/files.py",  # DCP's .metadata, through a list of what it may hold
     "parallelisms/peer_messages.py",  # what ranks send each other, through a list of what it may hold
-    "tests/test_checkpoint_files.py",  # a crafted one
+    "tests/test_checkpoint.py",  # a crafted one
     "tests/test_peer_messages.py",  # crafted ones
     "tests/test_exact_resume.py",  # what torch's own tool makes of a checkpoint
     "benchmarks/attack.py",  # a crafted one

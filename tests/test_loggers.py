@@ -47,6 +47,11 @@ def test_an_extra_that_is_absent_is_one_line(name, package, monkeypatch):
     assert package in (ROOT / "requirements-extras.txt").read_text()
 
 
+def test_a_logger_that_cannot_be_imported_is_a_warning(one_rank, tmp_path, caplog):
+    config = config_of(tmp_path, Settings(loggers=("no_such",)))  # type: ignore[arg-type]
+    assert not open_loggers(config, 0, 0).loggers and "goes on without it" in caplog.text
+
+
 def test_a_logger_that_fails_costs_one_warning(caplog):
     class Broken:
         def log(self, record: dict[str, Any]) -> None:
