@@ -1,7 +1,6 @@
 """Calls from another folder: paths on the command line are relative to it, others to the project."""
 
 import os
-import subprocess
 import sys
 from pathlib import Path
 
@@ -11,7 +10,7 @@ import tomli
 from command_line import to_toml
 from config import DEFAULT_CONFIG, PATHS, in_project
 from datasets.convert import SIMULATED_PATH
-from tests.started_jobs import ROOT, write_config
+from tests.started_jobs import ROOT, run_program, write_config
 from training.config_checks import load_checked
 
 PERIOD = '--forecast.period ["2020-01-01","2020-01-02"]'
@@ -28,24 +27,12 @@ def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def call(verb: str, *arguments: str, **environment: str) -> subprocess.CompletedProcess:
-    """From the current folder, by the verb's whole name."""
-    command = [str(ROOT / verb), *arguments]
-    defaults = {"ROSSBY_PYTHON": sys.executable, "OMP_NUM_THREADS": "1"}
-    return subprocess.run(
-        command if verb.endswith(".sh") else [sys.executable, *command],
-        env={**os.environ, **defaults, **environment},
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-
-
 @pytest.mark.slow
 def test_a_run_from_another_folder(elsewhere: Path) -> None:
     """Two ranks, so that the check, the launcher and the ranks all find the same."""
     files = ["--job.config_file", "my.toml", "--data.path", "era5.zarr", "--job.dump_folder", "run"]
-    done = call("run_train.sh", *files, "--training.steps=2", "--checkpoint.enable=false", NGPU="2")
+    options = [*files, "--training.steps=2", "--checkpoint.enable=false"]
+    done = run_program(ROOT / "run_train.sh", *options, cwd=elsewhere, NGPU="2")
     assert done.returncode == 0, done.stderr
     written = tomli.loads((elsewhere / "run/config.toml").read_text())
     assert written["data"]["path"] == str(elsewhere / "era5.zarr")
@@ -55,8 +42,7 @@ def test_a_run_from_another_folder(elsewhere: Path) -> None:
 def test_a_link_to_the_door_leads_to_the_project(elsewhere: Path) -> None:
     link = elsewhere / "rossby-train"
     link.symlink_to(ROOT / "run_train.sh")
-    environment = os.environ | {"ROSSBY_PYTHON": sys.executable, "NGPU": "1"}
-    shown = subprocess.run([link, "--training.stepz=3"], env=environment, capture_output=True, text=True)
+    shown = run_program(link, "--training.stepz=3", cwd=elsewhere, NGPU="1")
     assert shown.returncode == 2 and "training.steps" in shown.stderr
 
 
@@ -68,7 +54,7 @@ def test_a_link_to_the_door_leads_to_the_project(elsewhere: Path) -> None:
     ],
 )
 def test_verbs_from_another_folder(elsewhere: Path, verb: str, arguments: str, said: str) -> None:
-    done = call(verb, *arguments.split())
+    done = run_program(sys.executable, ROOT / verb, *arguments.split(), cwd=elsewhere)
     # With torch 2.15 Triton's nanobind adds, as Python ends, what it takes for leaks.
     lines = done.stderr.partition("nanobind: leaked")[0].splitlines()
     assert done.returncode == 2 and len(lines) == 1, done.stderr

@@ -1,22 +1,27 @@
-"""Bad input ends in one line that names key, value and fix, before any rank starts."""
+"""Values reach the configuration from defaults, files and the command line, and come out again as TOML; bad
+input ends in one line that names key, value and fix, before any rank starts.
+"""
 
+import dataclasses
+import gc
 import os
 import resource
 import shlex
-import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from command_line import load_config
+import config
+from command_line import help_text, load_config, start, to_toml
 from config import Compile, Config, Parallelism
 from errors import one_line_errors
 from planning import start_checks
 from tests.sample_archives import analyses, weatherbench
-from training.config_checks import load_checked
-
-ROOT = Path(start_checks.__file__).parents[1]
+from tests.started_jobs import ROOT, run_program
+from training.config_checks import check, load_checked
+from training.run_folder import start_warnings
 
 GOOD = """
 [data]
@@ -239,11 +244,7 @@ RANKS = [
     ({"NGPU": "4"}, f"{SHARD} 3", "shard_degree = 3: the run has 4 rank(s)"),
     ({"NGPU": "1000000"}, "", "NGPU = 1000000: processes on a machine of"),
     ({"NGPU": "5"}, "--parallelism.tensor_parallel_degree 5", "does not divide model.num_heads"),
-    (
-        {"WORLD_SIZE": "64"},
-        "--parallelism.tensor_parallel_degree 24",
-        "degree = 1 or 2 or 4 with",
-    ),  # of 4 heads
+    ({"WORLD_SIZE": "64"}, "--parallelism.tensor_parallel_degree 24", "degree = 1 or 2 or 4 with"),
     ({"NGPU": "2"}, f"--model.attention_windows [[1,0]] {RING}", "method = 'ring'"),
     ({"NGPU": "8"}, "--parallelism.context_parallel_degree 8", 'or context_parallel_method = "all_gather"'),
     ({"NGPU": "2", "NNODES": "2"}, f"{REPLICATE} 3", "the run has 4 rank(s)"),
@@ -258,13 +259,7 @@ RANKS = [
 
 
 @pytest.mark.parametrize(("environment", "args", "expected"), RANKS)
-def test_bad_ranks(
-    environment: dict[str, str],
-    args: str,
-    expected: str,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_bad_ranks(environment: dict[str, str], args: str, expected: str, capsys, monkeypatch) -> None:
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
     assert expected in refusal(["--job.config_file=good.toml", *shlex.split(args)], capsys)
@@ -276,9 +271,7 @@ def test_more_ranks_than_gpus(capsys: pytest.CaptureFixture[str], monkeypatch: p
     assert "NGPU = 2: this machine has 1 GPU(s)" in refusal(["--job.config_file=good.toml"], capsys)
 
 
-def test_one_rank_of_a_host_reports_without_a_launcher(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_one_rank_of_a_host_reports_without_a_launcher(capsys, monkeypatch, tmp_path: Path) -> None:
     """The first to find it: an error on rank 1 alone was reported nowhere."""
     monkeypatch.setenv("MASTER_PORT", str(os.getpid()))
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
@@ -324,14 +317,11 @@ def test_bad_start(program: str, ranks: int, args: str, expected: str, folder: P
     python.write_text(f'#!/bin/sh\necho "$@" >> {started}\nexec {sys.executable} "$@"\n')
     python.chmod(0o755)
     # A rank without MASTER_ADDR: joining a process group would end in a traceback.
-    env = os.environ | {"ROSSBY_PYTHON": str(python), "NGPU": str(ranks), "RANK": "0"}
-    env.pop("MASTER_ADDR", None)
+    environment = {"ROSSBY_PYTHON": str(python), "NGPU": str(ranks), "RANK": "0"}
     command = [program] if program.startswith("./") else [str(python), program]
-    own_file = ["--job.config_file", str(folder / "good.toml")]
+    words = ["--job.config_file", str(folder / "good.toml"), *args.split()]
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
-    done = subprocess.run(
-        [*command, *own_file, *args.split()], cwd=ROOT, env=env, capture_output=True, text=True, timeout=60
-    )
+    done = run_program(*command, *words, **environment)
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
     assert done.returncode == 2, done.stderr
     assert done.stdout == "" and len(done.stderr.splitlines()) == 1, done.stderr
@@ -350,14 +340,128 @@ def test_bad_start(program: str, ranks: int, args: str, expected: str, folder: P
         ("2.13.0+cpu", "ZBVZeroBubble", True, False),
     ],
 )
-def test_schedules_that_an_older_torch_cannot_run(
-    version: str, schedule: str, compiled: bool, refused: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_schedules_that_an_older_torch_cannot_run(version, schedule, compiled, refused, monkeypatch) -> None:
     monkeypatch.setattr("torch.__version__", version)
-    parallelism = Parallelism(pipeline_parallel_degree=2, pipeline_parallel_schedule=schedule)  # type: ignore[arg-type]
+    parallelism = Parallelism(pipeline_parallel_degree=2, pipeline_parallel_schedule=schedule)
     config = Config(parallelism=parallelism, compile=Compile(compiled))
     if not refused:
         start_checks.check_machine(config)
         return
     with pytest.raises(ValueError, match=f"pipeline_parallel_schedule = '{schedule}': .*torch 2.11.0"):
         start_checks.check_machine(config)
+
+
+# -- values
+
+
+def load(args: str) -> Config:
+    return load_checked(["--job.config_file", "good.toml", *shlex.split(args)])
+
+
+def test_precedence(folder: Path) -> None:
+    """Default < extended file < file < command line; a file extends relative to itself."""
+    (folder / "sub").mkdir()
+    (folder / "sub/over.toml").write_text('extends = "../base.toml"\n[training]\nsteps = 20\nseed = 2\n')
+    (folder / "base.toml").write_text(GOOD + "[training]\nsteps = 10\nseed = 1\nlocal_batch_size = 4\n")
+    loaded = load_checked(["--job.config_file", "sub/over.toml", "--training.steps", "30"])
+    training = loaded.training
+    assert (training.steps, training.seed, training.local_batch_size) == (30, 2, 4)
+    assert loaded.model.patch_size == (2, 2) and loaded.dump_folder == ROOT / "outputs/over"
+
+
+def test_a_file_anywhere_extends_one_of_the_project(folder: Path) -> None:
+    (folder / "mine.toml").write_text('extends = "train_configs/demo_unet.toml"')
+    assert load_checked(["--job.config_file", "mine.toml"]).model.name == "unet"
+
+
+@pytest.mark.parametrize(
+    ("args", "key", "value"),
+    [
+        ("--training.steps 7", "training.steps", 7),
+        ("--optimizer.lr 1", "optimizer.lr", 1.0),
+        ("--optimizer.lr=1e-4", "optimizer.lr", 1e-4),
+        ("--training.global_batch_size -1", "training.global_batch_size", -1),
+        ("--checkpoint.enable", "checkpoint.enable", True),
+        ("--checkpoint.enable --training.steps 3", "checkpoint.enable", True),
+        ("--checkpoint.enable --training.steps 3", "training.steps", 3),
+        ("--training.steps 3 --training.steps=4", "training.steps", 4),  # the later wins
+        ("--checkpoint.enable --checkpoint.enable false", "checkpoint.enable", False),
+        ("--model.qk_norm false --training.steps 3", "model.qk_norm", False),
+        ("--model.qk_norm=FALSE", "model.qk_norm", False),
+        ("--data.levels '[500,1000]'", "data.levels", (500, 1000)),
+        ("--data.forcings []", "data.forcings", ()),
+        ("--data.variables='[\"2m_temperature\"]'", "data.variables", ("2m_temperature",)),
+        ("--data.path=a=b", "data.path", "a=b"),
+        ("--job.dump_folder=--odd", "job.dump_folder", "--odd"),
+        ("--model.position rotary", "model.position", "rotary"),
+    ],
+)
+def test_values_on_the_command_line(args: str, key: str, value: Any) -> None:
+    section, name = key.split(".")
+    found = getattr(getattr(load(args), section), name)
+    assert found == value and type(found) is type(value)
+
+
+def test_help_names_every_key_with_type_default_and_meaning() -> None:
+    lines = help_text(config.SECTIONS).splitlines()
+    for section, cls in config.SECTIONS.items():
+        for field in dataclasses.fields(cls):
+            i = next(i for i, line in enumerate(lines) if line.startswith(f"  --{section}.{field.name}  ("))
+            assert "; default " in lines[i]
+            assert len(lines[i + 1].strip()) > 8, f"{section}.{field.name} has no help text"
+
+
+def test_help_ends_with_0_whatever_else_is_asked(capsys: pytest.CaptureFixture[str]) -> None:
+    lr, path = "--optimizer.lr  (number above 0; default 0.001)", "--forecast.path"
+    for words, shown in (
+        ("--help", {lr, path}),
+        ("--training.stepz -h", {lr, path}),
+        ("-h forecast", {path}),
+    ):
+        with pytest.raises(SystemExit) as end:
+            start(words.split(), "", check)
+        text = capsys.readouterr().out
+        assert end.value.code == 0 and {each for each in (lr, path) if each in text} == shown
+
+
+ANSWERS = [("train", "--help"), *((verb, "--training.stepz=3") for verb in ("plan", "forecast", "evaluate"))]
+
+
+@pytest.mark.parametrize(("verb", "asked"), ANSWERS)
+def test_verbs_answer_without_torch(verb: str, asked: str) -> None:
+    """Under a second of processor time; it was four."""
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    done = run_program(sys.executable, f"{verb}.py", asked)
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    assert done.returncode == (2 if "stepz" in asked else 0), done.stderr
+    assert "training.steps" in done.stderr if "stepz" in asked else "steps" in done.stdout
+    assert after.ru_utime - before.ru_utime < 1.0
+
+
+def test_verbs_collect_garbage_again_once_all_is_imported(folder: Path) -> None:
+    """`answer_early` turns it off."""
+    gc.disable()
+    start(["--job.config_file=good.toml"], "", check)
+    assert gc.isenabled()
+
+
+def test_the_resolved_configuration_loads_again_to_the_same(folder: Path) -> None:
+    """The resolved copy repeats the run, from any place and into the same folder."""
+    args = ["--job.config_file=good.toml", "--optimizer.lr=3e-7"]
+    args += ["--job.dump_folder", 'runs/a "b"', "--checkpoint.enable"]
+    args += ["--training.variable_weights=[1,0.5,2]"]
+    (folder / "resolved.toml").write_text(to_toml(load_checked(args)))
+    first, again = load_checked(args), load_checked(["--job.config_file", "resolved.toml"])
+    assert dataclasses.replace(again, job=first.job) == first
+    assert again.dump_folder == folder / first.dump_folder
+    assert to_toml(again) == to_toml(first)
+
+
+def test_what_may_waste_a_run_is_a_warning() -> None:
+    assert start_warnings(load("--training.steps 100 --lr_scheduler.warmup_steps 100")) == []
+    options = "--parallelism.cpu_offload --training.mixed_precision_reduce bfloat16"
+    (unused,) = start_warnings(load(options), False)
+    assert "parallelism.cpu_offload, training.mixed_precision_reduce" in unused
+    options = "--checkpoint.enable false --training.steps 100 --lr_scheduler.warmup_steps 101"
+    kept, warmup = start_warnings(load(options))
+    assert "checkpoint.enable" in kept and "lr_scheduler.warmup_steps" in warmup
