@@ -2,11 +2,10 @@
 them.
 """
 
-import subprocess
 import sys
 from pathlib import Path
 
-from tests.started_jobs import ROOT, records
+from tests.started_jobs import ROOT, records, run_program
 from tests.test_house import tracked_files
 
 Edits = dict[str, tuple[str, str]]  # file -> text, and what takes its place; "": a new file
@@ -92,8 +91,7 @@ def test_a_toy_of_each_runs(tmp_path: Path) -> None:
         --model.patch_size [2,2] --model.dim 16 --model.num_heads 2 --model.num_layers 2 --model.doubled
         --training.loss quartic --optimizer.name Sign --metrics.loggers ["text"] --metrics.log_freq 1
     """.split()
-    command = [sys.executable, "train.py", *words]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    done = run_program(sys.executable, "train.py", *words, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     losses = [record["loss"] for record in records(tmp_path / "run")]
     assert len(losses) == 3 and all(loss > 0 for loss in losses)

@@ -4,7 +4,6 @@ import dataclasses
 import importlib.util
 import re
 import shlex
-import subprocess
 import sys
 from dataclasses import dataclass
 from itertools import takewhile
@@ -18,7 +17,7 @@ import forecast
 import plan
 from command_line import load_config, split_options
 from config import SECTIONS
-from tests.started_jobs import ROOT
+from tests.started_jobs import ROOT, run_program
 from tests.test_house import tracked_files
 
 PAGES = [
@@ -185,10 +184,7 @@ def test_plans_of_the_documents(
     "command", [c for c in CHEAP if not is_planning(c)], ids=lambda command: command.text
 )
 def test_what_is_answered_at_once(command: Command) -> None:
-    environment = {"ROSSBY_PYTHON": sys.executable, "PATH": "/usr/bin:/bin", "NGPU": "1"}
-    done = subprocess.run(
-        shlex.split(command.text), cwd=ROOT, env=environment, capture_output=True, text=True
-    )
+    done = run_program(*shlex.split(command.text), NGPU="1")
     if command.output:
         assert done.stderr.splitlines() == list(command.output)
     else:

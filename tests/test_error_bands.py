@@ -14,16 +14,14 @@ from benchmarks.planner_published import (
     peaks_table,
     unseen_summary,
 )
-from config import Model
 from parallelisms.degrees import Degrees
 from planning.clusters import load_cluster
 from planning.report import tables
 from planning.search import plan as plan_of
 from planning.step_time import ANCHORED, BANDS, ERROR_BANDS
-from planning.workload import Workload, architecture_of
+from planning.workload import Workload
 from tests.test_plan import plan
-
-VIT = architecture_of(Model("vit", (16, 32), 1536, 48, 24), (1024, 2048), 17, 17)
+from tests.test_step_time import MODEL
 
 
 @cache
@@ -70,7 +68,7 @@ def test_bands_are_those_of_the_published_runs():
     ],
 )
 def test_kinds(cluster, degrees, kind):
-    work, machine = Workload(VIT, degrees, 1, degrees.dp), load_cluster(cluster)
+    work, machine = Workload(MODEL, degrees, 1, degrees.dp), load_cluster(cluster)
     made = plan_of(work, machine)
     band, text, seconds = made.time.band, tables(made), made.time.total
     assert made.time.kind == kind

@@ -1,11 +1,10 @@
 """Memory that a step frees is reused by the next one, and returned when a validation begins."""
 
-import os
-import subprocess
 import sys
-from pathlib import Path
 
 import pytest
+
+from tests.started_jobs import run_program
 
 STEPS = """
 import resource, sys, torch
@@ -26,9 +25,8 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
 
 def number_from(program: str, how: str, local_ranks: int = 1) -> int:
     """Output of the program in its own process."""
-    environment = os.environ | {"LOCAL_WORLD_SIZE": str(local_ranks)}
-    command, folder = [sys.executable, "-c", program, how], Path(__file__).parent.parent
-    return int(subprocess.run(command, cwd=folder, env=environment, capture_output=True, check=True).stdout)
+    done = run_program(sys.executable, "-c", program, how, LOCAL_WORLD_SIZE=str(local_ranks))
+    return int(done.stdout or pytest.fail(done.stderr))
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="another C library has other settings")
@@ -59,6 +57,5 @@ with return_memory(cpu) if sys.argv[1] == "given back" else nullcontext():
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="another C library has no malloc_trim")
 def test_a_validation_begins_without_what_steps_left() -> None:
-    assert (
-        number_from(LEFT, "given back") < number_from(LEFT, "kept") - 150_000
-    )  # KiB, of 330,000 that nobody uses
+    kept = number_from(LEFT, "kept")  # KiB, of which 330,000 are not used
+    assert number_from(LEFT, "given back") < kept - 150_000

@@ -38,6 +38,7 @@ CONFIGURATIONS = sorted([*(ROOT / "train_configs").rglob("*.toml"), *(ROOT / "te
 CONFIG_HEADER = ("Command:", "Hardware:", "Time:", "Memory:", "Score:")
 
 
+@cache
 def tracked_files() -> list[Path]:
     """What git tracks or is about to: everything it does not ignore."""
     command = ["git", "ls-files", "--cached", "--others", "--exclude-standard"]
@@ -48,6 +49,7 @@ def tracked_files() -> list[Path]:
     return sorted({ROOT / name for name in listed.stdout.splitlines() if (ROOT / name).is_file()})
 
 
+@cache
 def sources() -> dict[str, Path]:
     """Module name -> file of all Python of the project: "datasets.grid" -> datasets/grid.py."""
     modules = {}
@@ -77,6 +79,7 @@ def imported_names(tree: ast.AST) -> Iterator[str]:
             yield from (f"{node.module}.{alias.name}" for alias in node.names)
 
 
+@cache
 def import_graph() -> dict[str, set[str]]:
     """Module -> modules of the project that it imports, inside functions too."""
     modules = sources()

@@ -113,9 +113,8 @@ def test_days_and_dollars_are_ranges_of_known_runs():
     assert made["steps"] == 5697 and planned["dollars"] == pytest.approx(224 * planned["hours"])
     assert f"{low['hours'] / 24:,.2f} to {high['hours'] / 24:,.2f} days for 5,697 steps" in text
     assert f"dollars  on demand: {low['dollars']:,.0f} to {high['dollars']:,.0f}; spot: " in text
-    text = plan(
-        "--cluster", "cpu2", "--data.grid_shape=[32, 64]", config="demo"
-    )  # or it would simulate weather
+    grid = "--data.grid_shape=[32, 64]"  # or it would simulate weather
+    text = plan("--cluster", "cpu2", grid, config="demo")
     assert re.search(r"^time +[\d.]+ minutes for", text, re.MULTILINE)
 
 
@@ -247,9 +246,8 @@ def test_shipped_configurations_are_near_the_best_layout_and_say_their_time(conf
 
 def test_a_story_goes_from_one_device_to_all():
     """Each technique saves memory, a node is faster than a device, tensor parallelism costs time."""
-    text = plan("--cluster", "a100x16", "--story", config="vit1b_4096").partition("one sample on one device")[
-        2
-    ]
+    printed = plan("--cluster", "a100x16", "--story", config="vit1b_4096")
+    text = printed.partition("one sample on one device")[2]
     gib = [float(line.split()[-1]) for line in text.splitlines()[1:6]]
     assert gib == sorted(gib, reverse=True) and gib[0] > 2 * gib[-1]
     rates = [float(line.split()[-4].replace(",", "")) for line in text.splitlines() if ": dp_" in line]

@@ -9,17 +9,16 @@ import termios
 from contextlib import suppress
 from pathlib import Path
 
-from tests.started_jobs import ROOT, write_config
+from tests.started_jobs import ROOT, run_options, write_config
 
 STAMP = r"\d\d:\d\d:\d\d  "  # before every line of the log
 
 
-def shown(command: list[str], **environment: str) -> str:
+def shown(*command: str) -> str:
     """All that a program writes to a terminal."""
     ours, theirs = pty.openpty()
     termios.tcsetwinsize(theirs, (40, 110))
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", **environment}
-    process = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=theirs, stderr=theirs)
+    process = subprocess.Popen(command, cwd=ROOT, stdout=theirs, stderr=theirs)
     os.close(theirs)
     parts = []
     with suppress(OSError):  # of Linux, where all processes have closed the other end; others read nothing
@@ -33,11 +32,11 @@ def shown(command: list[str], **environment: str) -> str:
 
 def test_a_line_of_the_log_is_alone_in_its_line(tmp_path: Path) -> None:
     """Validation says what it took; a recording of the profiler says nothing."""
-    files = ["--job.config_file", str(write_config(tmp_path)), "--job.dump_folder", str(tmp_path / "run")]
+    files = run_options(write_config(tmp_path), tmp_path / "run")
     options = ["--validation.enable", '--data.validation_period=["2020-01-10","2020-01-11"]']
     options += ["--validation.lead_hours=[6]", "--validation.plots=false", "--profiling.enable_profiling"]
     steps = ["--training.steps=8", "--profiling.profile_freq=4", "--checkpoint.enable=false"]
-    text = shown([sys.executable, "train.py", *files, *options, *steps])
+    text = shown(sys.executable, "train.py", *files, *options, *steps)
     lines = re.split(r"[\r\n]|\x1b\[A", text)  # \r: written over; ESC [A: one line up
     stamped = [line for line in lines if re.search(STAMP, line)]
     assert len(stamped) >= 5 and all(re.match(STAMP, line) for line in stamped), text
@@ -60,5 +59,5 @@ except SystemExit as ended:
     assert ended.code == 1
 bar.disable = True
 """
-    text = shown([sys.executable, "-c", program])
+    text = shown(sys.executable, "-c", program)
     assert text.partition("\x1b[K")[2].strip() == "rossby: the run cannot go on"
