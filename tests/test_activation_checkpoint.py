@@ -97,31 +97,28 @@ def units_alive(mode: str, precision: str = "float32", **options) -> float:
     return (kept[0] - kept[1]) / 2 / (B * T * D * (4 if precision == "float32" else 2))
 
 
-def planned_units(mode: str, attention_backend: str = "sdpa", **options) -> float:
+def planned_units(mode: str, **options) -> float:
     """Planned activations of a block, in the same units."""
     model = architecture_of(Model("vit", (1, 1), D, 4, HEADS, **options), (16, 32), 2, 2)
-    work = Workload(model, Degrees(), B, B, ac_mode=mode, attention=attention_backend)
+    attention = options.get("attention_backend", "sdpa")
+    work = Workload(model, Degrees(), B, B, ac_mode=mode, attention=attention)
     return block_activations(work, mode) / unit_bytes(work)
 
 
-@pytest.mark.parametrize("precision", PRECISIONS)
-@pytest.mark.parametrize("mode", MODES)
-def test_a_block_keeps_what_is_stated(mode: str, precision: str) -> None:
-    assert units_alive(mode, precision) == pytest.approx(planned_units(mode), rel=0.01)
+OTHERS: list[dict[str, Any]] = [{"mlp_dim": 2 * D}, {"qk_norm": True}, {"position": "rotary"}]
+OTHERS += [{"stochastic_depth": 0.5}]
+UNITS = [(mode, precision, {}) for precision in PRECISIONS for mode in MODES]
+for storing in ("none", "selective"):
+    UNITS += [
+        (storing, each, {"attention_backend": "math"}) for each in ("float32", "autocast")
+    ]  # its scores
+    UNITS += [(storing, "float32", options) for options in OTHERS]
 
 
-@pytest.mark.parametrize("mode", ("none", "selective"))
-@pytest.mark.parametrize("precision", ("float32", "autocast"))
-def test_math_attention_keeps_its_scores(mode: str, precision: str) -> None:
-    found = units_alive(mode, precision, attention_backend="math")
-    assert found == pytest.approx(planned_units(mode, "math"), rel=0.01)
-
-
-@pytest.mark.parametrize("mode", ("none", "selective"))
-def test_units_of_other_blocks(mode: str) -> None:
-    changes: list[dict[str, Any]] = [{"mlp_dim": 2 * D}, {"qk_norm": True}, {"position": "rotary"}]
-    for options in [*changes, {"stochastic_depth": 0.5}]:
-        assert units_alive(mode, **options) == pytest.approx(planned_units(mode, **options), rel=0.02)
+@pytest.mark.parametrize(("mode", "precision", "options"), UNITS)
+def test_a_block_keeps_what_is_stated(mode: str, precision: str, options: dict[str, Any]) -> None:
+    found, tolerance = units_alive(mode, precision, **options), 0.02 if options in OTHERS else 0.01
+    assert found == pytest.approx(planned_units(mode, **options), rel=tolerance)
 
 
 def test_outputs_of_adapters_are_computed_again() -> None:
@@ -169,7 +166,7 @@ def test_compiled_blocks_keep_the_same(mode: str) -> None:
 
 
 class Operations(TorchDispatchMode):
-    """Floating-point operations of matmuls in units of T d^2, and calls of attention's forward."""
+    """Operations of matmuls in units of T d^2, and calls of attention's forward."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -37,30 +37,25 @@ def step(model: nn.Module) -> None:
     model(patches(), torch.arange(4)).square().mean().backward()
 
 
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("options", ({"attention_backend": "flash", "stochastic_depth": 0.5},))
-def test_one_compilation_for_all_blocks(mode: str, options: dict) -> None:
+WINDOWS = ((2, 0), (0, 2), (2, 2), (0, 0))
+CASES = [(mode, {"attention_backend": "flash", "stochastic_depth": 0.5}, 1) for mode in MODES]
+
+
+@pytest.mark.parametrize(
+    ("mode", "options", "number"), [*CASES, ("selective", {"attention_windows": WINDOWS}, len(WINDOWS))]
+)
+def test_one_compilation_for_all_blocks_of_a_shape(mode: str, options: dict, number: int) -> None:
     """Ten blocks: more than the eight compilations after which torch gives up."""
     model, graphs = build(10, mode, **options), CompileCounterWithBackend("aot_eager")
     apply_compile(model, backend=graphs)
     for _ in range(2):
         step(model)
-    assert graphs.frame_count == 1
+    assert graphs.frame_count == number
     with torch.no_grad():
         model.eval()(patches())
-    assert graphs.frame_count == 2  # evaluation is another graph
+    assert graphs.frame_count == 2 * number  # evaluation is another graph
     step(model.train())
-    assert graphs.frame_count == 2
-
-
-def test_one_compilation_for_each_shape_of_windows() -> None:
-    windows = ((2, 0), (0, 2), (2, 2), (0, 0))
-    model, graphs = build(10, "selective", attention_windows=windows), CompileCounterWithBackend("aot_eager")
-    apply_compile(model, backend=graphs)
-    step(model)
-    with torch.no_grad():
-        model.eval()(patches())
-    assert graphs.frame_count == 2 * 4
+    assert graphs.frame_count == 2 * number
 
 
 def test_one_compilation_under_fsdp(one_rank: torch.device) -> None:

@@ -163,8 +163,8 @@ def wide(dim: int, heads: int, patch: tuple[int, int] = (16, 16), **changes: obj
     return work.replace(**changes)
 
 
-# Job, cluster, the work, whose layout is only where the search starts; what splits a sample or, if nothing does,
-# whether states are sharded.
+# Job, cluster, the work, whose layout is only where the search starts; what splits a sample, or if states are
+# sharded.
 DECISIONS = [
     ("45 M, 4 GPUs", "a100x4", DDP, "DDP"),
     ("1.4 B, 64 GPUs", "a100x64", wide(1536, 24), "DDP"),

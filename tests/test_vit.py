@@ -57,13 +57,6 @@ def test_flops_are_what_torch_counts(grid, options):
     assert counter.get_total_flops() == model.flops()
 
 
-def test_windows_of_all_tokens_are_no_windows():
-    x, models = torch.randn(2, 5, 8, 16), [build(), build(attention_windows=((0, 0), (2, 4)))]
-    assert torch.equal(*(model.predict(x) for model in models))
-    bands, strips = (build(layers=1, attention_windows=(window,)) for window in ((1, 0), (0, 1)))
-    assert not any(torch.equal(build(layers=1).predict(x), model.predict(x)) for model in (bands, strips))
-
-
 def test_after_two_blocks_every_token_has_seen_all():
     """Bands, then strips: every cell of the input influences one of the output; of bands alone, a half."""
     x = torch.randn(1, 5, 8, 16, requires_grad=True)

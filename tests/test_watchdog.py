@@ -3,6 +3,7 @@
 import json
 import time
 from dataclasses import replace
+from datetime import timedelta
 from types import SimpleNamespace
 from unittest.mock import Mock
 
@@ -15,12 +16,14 @@ from config import Comm
 from errors import DataError
 from jobs.heartbeat import Activity
 from jobs.watchdog import Heartbeat, Watchdog, find_stalled_ranks, is_lost_connection
+from parallelisms.degrees import Degrees
+from tests.distributed import shared_mesh
 from tests.test_launch import launch
 
 TRAINING = Heartbeat(0, "node", 7, step=12, phase="optimizer", seconds=1.0, limit=10.0)
 
 
-def ranks(*changes: dict) -> list[Heartbeat]:
+def heartbeats(*changes: dict) -> list[Heartbeat]:
     return [replace(TRAINING, rank=rank, **change) for rank, change in enumerate(changes)]
 
 
@@ -31,16 +34,16 @@ def stalled(beats: list[Heartbeat], silence: float = 10.0) -> list[int]:
 
 def test_stalled_ranks():
     waiting, late = {"seconds": 12.0, "waits": True}, {"seconds": 12.0, "phase": "data"}
-    assert stalled(ranks({}, {})) == []
-    assert stalled(ranks({}, {"silent": 11.0}, waiting)) == [1]
-    assert stalled(ranks(waiting, late, waiting)) == [1]
+    assert stalled(heartbeats({}, {})) == []
+    assert stalled(heartbeats({}, {"silent": 11.0}, waiting)) == [1]
+    assert stalled(heartbeats(waiting, late, waiting)) == [1]
     stopped = {**waiting, "seconds": 3.0, "silent": 9.0}  # while it waited: it is named a second later
-    assert stalled(ranks(waiting, stopped)) == []
-    assert stalled(ranks(waiting, {**stopped, "silent": 11.0})) == [1]
-    assert stalled(ranks(waiting, waiting)) == [0, 1]  # nobody is seen to hold up the others
-    assert stalled(ranks({**late, "step": 13}, {**late, "step": 12})) == [1]  # the other runs ahead
+    assert stalled(heartbeats(waiting, stopped)) == []
+    assert stalled(heartbeats(waiting, {**stopped, "silent": 11.0})) == [1]
+    assert stalled(heartbeats(waiting, waiting)) == [0, 1]  # nobody is seen to hold up the others
+    assert stalled(heartbeats({**late, "step": 13}, {**late, "step": 12})) == [1]  # the other runs ahead
     # Rank 0 may take its time to validate: those who wait for it are over their limit, it is not.
-    assert stalled(ranks({"seconds": 12.0, "limit": 600.0, "phase": "validation"}, waiting)) == []
+    assert stalled(heartbeats({"seconds": 12.0, "limit": 600.0, "phase": "validation"}, waiting)) == []
 
 
 def test_a_host_whose_device_is_busy_waits(monkeypatch):
@@ -120,3 +123,14 @@ def test_a_status_that_cannot_be_written_is_said_once(tmp_path, capsys):
     watchdog.begin(0)
     watchdog.write_status(1, "failed")
     assert capsys.readouterr().err.count("status.json is not written") == 1
+
+
+def timeouts() -> list[timedelta]:
+    groups = shared_mesh(Degrees(tp=2)).groups
+    return [group._get_backend(torch.device("cpu")).options._timeout for group in groups]
+
+
+def test_every_group_has_the_timeout_of_the_run(ranks) -> None:
+    """120 s in tests/distributed.py; torch would give new groups half an hour."""
+    for found in ranks(2).run(timeouts):
+        assert len(found) > 2 and set(found) == {timedelta(seconds=120)}
