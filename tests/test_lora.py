@@ -10,13 +10,8 @@ from safetensors import safe_open
 from torch import Tensor
 
 import forecast
-from checkpoints.checkpointer import Checkpointer, find_checkpoint
 from checkpoints.files import read_tensors, stored_tensors
-from checkpoints.identity import Identity
-from checkpoints.weights import load_initial_weights
-from command_line import to_toml
-from config import Checkpoint, Lora, Model
-from datasets.channels import Channels
+from config import Lora, Model
 from datasets.grid import global_grid
 from errors import ConfigError
 from models.initialization import init_weights
@@ -24,7 +19,7 @@ from models.lora import AdaptedLinear, apply_lora, merge_lora, trained
 from models.registry import build_model
 from models.weather_model import WeatherModel
 from planning.dry_run import dry_run
-from tests.parity import TABLE, Layout, SmallRun, config_of, difference, full, reference_of
+from tests.parity import TABLE, Layout, SmallRun, difference, full, reference_of
 from tests.planned import run_export, run_forecast, run_train
 from tests.started_jobs import write_config
 from training.config_checks import load_checked
@@ -97,38 +92,6 @@ def test_ways_to_update_under_hsdp(ranks, name: str) -> None:
     expected = ranks(1).run(weights_after, reference_of(layout), SETTINGS[name])[0]
     got = ranks(4).run(weights_after, layout, SETTINGS[name])[0]
     assert difference(got, expected)[0] < 1e-4
-
-
-def save(folder: Path, layout: Layout, seed: int) -> None:
-    """A checkpoint of the weights that a run starts with."""
-    small, text = SmallRun(layout, seed), to_toml(config_of(layout, seed))
-    saves = Checkpointer(folder / "checkpoints", Checkpoint(async_mode="disabled"), text, {})
-    saves.save(4, {f"model.{name}": p.detach() for name, p in small.model.parameters.items()})
-    saves.close()
-
-
-def start(folder: Path, layout: Layout) -> dict[str, np.ndarray]:
-    small = SmallRun(layout, seed=5)
-    config = config_of(layout, 5)
-    channels = Channels.of(config.data, config.model.noise_dim)
-    identity = Identity.of(find_checkpoint("", str(folder)).folder)
-    load_initial_weights(identity, small.model.parameters, channels, global_grid((8, 16)))
-    return {name: full(parameter) for name, parameter in small.model.parameters.items()}
-
-
-def test_a_base_is_read_alike_on_every_layout_and_so_is_what_is_saved(ranks, tmp_path: Path) -> None:
-    layout = TABLE["lora, hsdp 2 x 2"]
-    ranks(1).run(save, tmp_path / "base", Layout(), 0)
-    expected = ranks(1).run(start, tmp_path / "base", reference_of(layout))[0]
-    for got in ranks(4).run(start, tmp_path / "base", layout):
-        assert got.keys() == expected.keys()
-        assert all(np.array_equal(got[name], expected[name]) for name in expected)
-    base, name = tensors(tmp_path / "base"), "blocks.1.mlp.up.weight"
-    np.testing.assert_array_equal(expected[name], base[f"model.{name}"].numpy())
-    ranks(4).run(save, tmp_path / "dealt", layout, 0)
-    ranks(1).run(save, tmp_path / "whole", reference_of(layout), 0)
-    dealt, whole = tensors(tmp_path / "dealt"), tensors(tmp_path / "whole")
-    assert dealt.keys() == whole.keys() and all(torch.equal(dealt[each], whole[each]) for each in whole)
 
 
 def test_a_dry_run_counts_moments_of_what_trains_alone() -> None:

@@ -1,7 +1,9 @@
-"""Losses against explicit sums in float64."""
+"""Losses against explicit sums in float64, and the noise by which an ensemble's members differ."""
 
+import math
 from collections.abc import Callable
 from dataclasses import replace
+from statistics import NormalDist
 
 import numpy as np
 import pytest
@@ -9,9 +11,12 @@ import torch
 from torch import Tensor
 
 from datasets.grid import area_weights, global_grid
+from models.noise import COARSE, FINE, NoiseFields, between, hash64, keys_of_members, noise_keys, noise_names
 from tests.parity import Layout, SmallRun, cut
 from training.losses.pointwise import (
+    CRPS,
     PENALTIES,
+    by_member,
     fused_sum_of_costs,
     mean_weights,
     relative_l2_weights,
@@ -150,3 +155,163 @@ def test_outputs_and_the_states_they_lead_to_have_one_loss(one_rank, loss, layou
     assert output.grad is not None and exact.grad is not None
     gradient = objective.meta_model.to_fields(output.grad).double()
     torch.testing.assert_close(gradient, exact.grad, rtol=1e-3, atol=1e-6)
+
+
+# -- the almost fair CRPS
+
+ALPHA = 0.95  # Lang et al. 2024
+
+
+def almost_fair(members: np.ndarray, truth: float) -> float:
+    """Almost fair CRPS of members (M,) by the definition: a mixture of the fair and the plain CRPS."""
+    count, skill, pairs = len(members), 0.0, 0.0
+    for x in members:
+        skill += abs(float(x) - truth) / count
+        for other in members:
+            pairs += abs(float(x) - float(other))
+    fair, plain = skill - pairs / (2 * count * (count - 1)), skill - pairs / (2 * count**2)
+    return ALPHA * fair + (1 - ALPHA) * plain
+
+
+@pytest.mark.parametrize("members", [2, 3, 8])
+def test_the_definition(members):
+    x = np.random.default_rng(0).normal(size=(6, members))
+    x[0, 0] = x[0, 1]  # equal members
+    truth = np.random.default_rng(1).normal(size=6)
+    expected = [almost_fair(row, y) for row, y in zip(x, truth, strict=True)]
+    found = CRPS.cost(torch.tensor(x - truth[:, None])).mean(dim=-1)
+    np.testing.assert_allclose(found.numpy(), expected, rtol=1e-12)
+
+
+@pytest.mark.parametrize(("members", "truth"), [(2, 0.3), (4, 2.0)])
+def test_its_expectation_for_gaussian_members(members, truth):
+    """Members of N(m, s^2): E|x - y| = s (z (2 F(z) - 1) + 2 f(z)) with z = (y - m) / s, and the distance of
+    two of them is 2 s / sqrt(pi) (Gneiting and Raftery 2007). The fair CRPS has it whole: that of N(m, s^2).
+    """
+    mean, size, normal = 0.5, 0.8, NormalDist()
+    z = (truth - mean) / size
+    skill = size * (z * (2 * normal.cdf(z) - 1) + 2 * normal.pdf(z))
+    expected = skill - (1 - (1 - ALPHA) / members) * size / math.sqrt(math.pi)
+    generator = torch.Generator().manual_seed(0)
+    draws = mean + size * torch.randn(400_000, members, generator=generator, dtype=torch.float64)
+    assert CRPS.cost(draws - truth).mean().item() == pytest.approx(expected, abs=4e-3)
+
+
+def test_sums_and_gradients():
+    """Value and gradient of the sum of weights x CRPS, by loops and autograd in float64."""
+    generator = torch.Generator().manual_seed(0)
+    output = torch.randn(6, 8, 5, generator=generator).bfloat16().float()  # 2 samples of 3 members
+    target, weights = torch.randn(2, 2, 8, 5, generator=generator)
+    target, weights = target.repeat_interleave(3, 0), weights.repeat_interleave(3, 0)
+    exact = output.double().requires_grad_()
+    groups = (exact - target.double()).view(2, 3, 8, 5)
+    apart = (groups[:, :, None] - groups[:, None]).abs().sum(dim=(1, 2)) / (2 * 3 * 2)
+    crps = groups.abs().mean(dim=1) - (1 - (1 - ALPHA) / 3) * apart
+    sums = (3 * weights[::3].double() * crps).sum(dim=(1, 2))
+    scale = torch.tensor([1.0, 2.0])
+    assert_as_exact(
+        exact,
+        sums,
+        scale,
+        output,
+        lambda sum_of, ours: sum_of(*(by_member(each, 3) for each in (ours, target, weights)), penalty=CRPS),
+    )
+
+
+def loss_by_hand(members: np.ndarray, truth: np.ndarray, weights: list[float]) -> float:
+    """Of normalised states (B, M, V, H, W) and truths (B, V, H, W) with holes: the mean over samples and
+    variables of the area-weighted mean over the cells that have a value.
+    """
+    area, total = area_weights(global_grid(truth.shape[-2:]).latitude), 0.0
+    for b in range(len(truth)):
+        for v, weight in enumerate(weights):
+            cells = np.argwhere(np.isfinite(truth[b, v]))
+            costs = [area[i] * almost_fair(members[b, :, v, i, j], truth[b, v, i, j]) for i, j in cells]
+            total += weight * sum(costs) / sum(area[i] for i, _ in cells)
+    return float(total / (len(truth) * len(weights)))
+
+
+def test_the_loss_of_fields_with_holes(one_rank):
+    """Of a step and of a validation, in units of normalised states whatever the model predicts."""
+    run = SmallRun(Layout(grid=(11, 10), members=3))
+    objective, normalizer = run.objective, run.objective.normalizer
+    scale = normalizer.change_scale = torch.tensor([0.5, 2.0, 1.0])[:, None, None]
+    fields, times = run.data[:2], torch.arange(2) * 21_600
+    changes = torch.randn(6, 3, 11, 10, generator=torch.Generator().manual_seed(3))
+    keys = objective.noise_keys(1, times)
+    conditions = objective.conditions.draw(keys, objective.repeat_members(times))
+    targets = cut(objective, fields, times, *conditions).targets
+    found = objective.loss_part(run.model.meta_model.from_fields(changes), targets)
+    states = fields[:, 0].repeat_interleave(3, 0) + scale * changes
+    truth = fields[:, 1]
+    by_hand = loss_by_hand(states.double().view(2, 3, 3, 11, 10).numpy(), truth.double().numpy(), [1, 2, 0.5])
+    assert found.item() == pytest.approx(by_hand, rel=1e-5)
+    dates = [objective.loss_of_fields(states[3 * i : 3 * i + 3], truth[i : i + 1]).item() for i in range(2)]
+    assert np.mean(dates) == pytest.approx(by_hand, rel=1e-5)
+
+
+# -- noise
+
+
+def test_bits_are_those_of_splitmix64():
+    """The first numbers of Vigna's splitmix64.c with the states 0 and 1234567."""
+    numbers = [[int(hash64(torch.tensor(state), i)) % 2**64 for i in range(3)] for state in (0, 1234567)]
+    assert numbers[0] == [0xE220A8397B1DCDAF, 0x6E789E6AA1B965F4, 0x06C45D188009454F]
+    assert numbers[1] == [6457827717110365317, 3203168211198807973, 9817491932198370423]
+    tensors = hash64(torch.tensor([1234567]), torch.arange(3))
+    assert [int(number) % 2**64 for number in tensors] == numbers[1]
+
+
+def test_noise_is_a_function_of_seed_step_date_and_member():
+    times = torch.tensor([0, 21_600, -21_600])
+    keys = {
+        tuple(keys_of_members(seed, step, times, 4).tolist()) for seed in (0, 1, 10**12) for step in (0, 1, 2)
+    }
+    assert len({key for row in keys for key in row}) == 3 * 3 * 3 * 4
+    fields = NoiseFields(4, (32, 64), periodic=True).draw
+    whole = fields(keys_of_members(7, 3, times, 2), times.repeat_interleave(2))
+    for row, (date, member) in enumerate((date, member) for date in times for member in (0, 1)):
+        alone = noise_keys(7, 3, date[None], torch.tensor([member]))
+        assert torch.equal(fields(alone, date[None])[0], whole[row])  # whatever the batch
+
+
+@pytest.mark.parametrize("grid, periodic", [((32, 64), True), ((19, 37), False), ((11, 10), True)])
+def test_noise_has_variance_one_everywhere(grid, periodic):
+    """Exactly, by the weights; as drawn it is normal, and channels have nothing to do with each other."""
+    for size in (FINE, COARSE):
+        for points, round in ((grid[0], False), (grid[1], periodic)):
+            pair, weights = between(points, math.ceil(points / size), round)
+            matrix = np.zeros((points, math.ceil(points / size)))
+            for i in range(points):
+                matrix[i, pair[0, i]] += weights[0, i]
+                matrix[i, pair[1, i]] += weights[1, i]
+            np.testing.assert_allclose(np.square(matrix).sum(axis=1), 1, rtol=1e-12)
+    times = torch.arange(4000) * 21_600
+    draws = NoiseFields(3, grid, periodic).draw(keys_of_members(0, 1, times, 1), times).double()
+    assert draws.mean(dim=0).abs().max() < 0.09 and (draws.var(dim=0) - 1).abs().max() < 0.14
+    assert (draws**4).mean().item() == pytest.approx(3, abs=0.1)
+    channels = torch.corrcoef(draws[:, :, grid[0] // 2, grid[1] // 2].T)
+    assert (channels - torch.eye(3)).abs().max() < 0.06
+    seam, inside = ((draws[..., a] * draws[..., b]).mean().item() for a, b in ((0, -1), (1, 2)))
+    assert (
+        abs(seam - inside) < 0.25 if periodic else abs(seam) < 0.1
+    )  # neighbours, or the two ends of a region
+
+
+def test_a_single_channel_is_fine_noise():
+    keys = torch.arange(2)
+    one, several = (NoiseFields(number, (32, 64), True) for number in (1, 2))
+    assert torch.equal(one.draw(keys, keys), several.draw(keys, keys)[:, :1])
+
+
+@pytest.mark.parametrize("number", [2, 3, 4, 8])
+def test_half_of_the_noise_is_kept_through_a_forecast(number):
+    """Of either scale; the other half has nothing to do with the step before."""
+    fields, keys = NoiseFields(number, (32, 64), periodic=True), torch.arange(500)
+    first, second = (fields.draw(keys, torch.full((500,), date)) for date in (0, 21_600))
+    kept = [name.endswith("kept") for name in noise_names(number)]
+    assert sum(kept) in (number // 2, (number + 1) // 2)
+    for channel, same in enumerate(kept):
+        assert torch.equal(first[:, channel], second[:, channel]) == same
+        product = (first[:, channel] * second[:, channel]).mean(dim=0)
+        assert product.mean().item() == pytest.approx(float(same), abs=0.08)

@@ -1,5 +1,7 @@
 """Tables from a small Dataset of scores."""
 
+from typing import Any
+
 import numpy as np
 import xarray as xr
 
@@ -33,14 +35,8 @@ def scores(factor: float = 1.0) -> xr.Dataset:
 def combine(scores_of: dict[str, xr.Dataset]) -> xr.Dataset:
     """One after the other along the dimension `forecast`."""
     forecasts = xr.DataArray(list(scores_of), dims="forecast", name="forecast")
-    return xr.concat(
-        list(scores_of.values()),
-        forecasts,
-        join="outer",
-        data_vars="all",
-        coords="minimal",
-        compat="override",
-    )
+    how: Any = {"join": "outer", "data_vars": "all", "coords": "minimal", "compat": "override"}
+    return xr.concat(list(scores_of.values()), forecasts, **how)
 
 
 def table(scores: xr.Dataset, title: str = "") -> str:

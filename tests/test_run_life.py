@@ -7,6 +7,8 @@ import os
 import shutil
 import signal
 import time
+from collections.abc import Callable
+from contextlib import chdir
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -21,16 +23,15 @@ import evaluate
 from checkpoints import checkpointer as saving
 from checkpoints import files
 from checkpoints.checkpointer import Checkpointer, find_undamaged
-from checkpoints.files import Unreadable, complete_steps, prune, step_folder
+from checkpoints.files import complete_steps, prune, step_folder
 from config import Checkpoint, Config, Optimizer
 from datasets.remote import NO_OPTIONS
-from errors import EXIT_SAVED, ConfigError, RunFailed
+from errors import EXIT_SAVED, ConfigError, RunFailed, UserError
 from jobs import torchrun
 from jobs.durable_files import Journal
 from jobs.heartbeat import LONG_PHASES, activity
 from tests.planned import run_train
 from tests.started_jobs import (
-    ROOT,
     last_step,
     records,
     run_options,
@@ -95,17 +96,20 @@ def test_a_passing_read_error_is_no_damage(build, tmp_path, monkeypatch, code, t
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000001", "step-00000002"]
 
 
-def name_found(run: Path, lost: str) -> str:
-    """What ranks find where rank 1 does not see a file of the newest checkpoint."""
-    os.chdir(run / str(dist.get_rank()))
-    saving.READ_SECONDS = (0, 0)
+def message_of(call: Callable[[], Any]) -> str:
+    """What a user is told, if the call fails, else what it returns."""
     try:
-        found = find_undamaged(lambda: [Path("step-00000002"), Path("step-00000001")])
-        return found.folder.name if found else ""
-    except Unreadable as error:
+        return str(call() or "")
+    except (UserError, RunFailed) as error:
         return str(error)
-    finally:
-        os.chdir(ROOT)
+
+
+def checkpoint_found(run: Path) -> str:
+    """What ranks find where rank 1 does not see a file of the newest checkpoint."""
+    saving.READ_SECONDS = (0, 0)
+    candidates = [Path("step-00000002"), Path("step-00000001")]
+    with chdir(run / str(dist.get_rank())):
+        return message_of(lambda: find_undamaged(lambda: candidates).folder)  # type: ignore[union-attr]
 
 
 @pytest.mark.parametrize("on", [(1,), (0, 1)])
@@ -115,9 +119,9 @@ def test_a_file_that_one_rank_alone_does_not_see_is_no_damage(ranks, tmp_path, o
         shutil.copytree(tmp_path / "both", tmp_path / str(rank), dirs_exist_ok=True)
         if rank in on:
             (tmp_path / str(rank) / "step-00000002/config.toml").unlink()
-    first, second = ranks(2).run(name_found, tmp_path, "config.toml")
+    first, second = ranks(2).run(checkpoint_found, tmp_path)
     assert first == second
-    assert first == "step-00000001" if on == (0, 1) else "shared by all nodes" in first
+    assert ("step-00000001" if on == (0, 1) else "shared by all nodes") in first
 
 
 def test_candidates_that_were_all_pruned_are_listed_again(one_rank, tmp_path):
@@ -166,15 +170,10 @@ def fail_to_remove(folder: Path) -> str:
     checkpointer = Checkpointer(folder, Checkpoint(async_mode="disabled"), "", {})
     metrics = Metrics.__new__(Metrics)
     metrics.is_first, metrics.journal = dist.get_rank() == 0, Journal(folder)  # no file
-    problems = []
     with patch("os.replace", side_effect=OSError(errno.EIO, "Input/output error")):
-        for restart in (checkpointer.restart, metrics.restart):
-            try:
-                restart(1)
-            except RunFailed as error:
-                problems.append(str(error))
+        problems = message_of(lambda: checkpointer.restart(1)) + message_of(lambda: metrics.restart(1))
     checkpointer.close()
-    return " | ".join(problems)
+    return problems
 
 
 def test_errors_of_rank_0_alone_are_one_line_of_all_ranks(ranks, tmp_path):
@@ -224,15 +223,9 @@ def test_a_rollback_goes_to_the_oldest_checkpoint_and_may_take_long(build, monke
 
 
 def shared_problem(run: Path) -> str:
-    os.chdir(run / str(dist.get_rank()))
     run_folder.SHARED_SECONDS = 0.5
-    try:
-        run_folder.check_shared(Path("run"))
-        return ""
-    except ConfigError as error:
-        return str(error)
-    finally:
-        os.chdir(ROOT)
+    with chdir(run / str(dist.get_rank())):
+        return message_of(lambda: run_folder.check_shared(Path("run")))
 
 
 @pytest.mark.parametrize("is_shared", [True, False])
@@ -263,11 +256,7 @@ class MadeUp:
 def other_settings(lr: float, value: float) -> str:
     rank = dist.get_rank()
     config, selection = Config(optimizer=Optimizer(lr=lr if rank else 1e-3)), MadeUp(value if rank else 0.0)
-    try:
-        run_folder.compare_ranks(config, selection)  # type: ignore[arg-type]
-        return ""
-    except ConfigError as error:
-        return str(error)
+    return message_of(lambda: run_folder.compare_ranks(config, selection))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
