@@ -31,6 +31,10 @@ SMALL_RUN: dict[str, dict[str, Any]] = {
 }
 
 
+VALIDATION = ["--validation.enable", "--validation.lead_hours=[6]", "--validation.plots=false"]
+VALIDATION += ['--data.validation_period=["2020-01-10","2020-01-11"]']  # of the waves of `write_config`
+
+
 def small_wave(num_dates: int, number: int = 2, size: float = 10.0) -> np.ndarray:
     """A wave (T, 6, 8) of so many crests that travels east."""
     phase = np.deg2rad(LONGITUDE) + 0.4 * np.arange(num_dates)[:, None, None]

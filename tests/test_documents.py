@@ -6,11 +6,10 @@ import re
 import shlex
 import sys
 from dataclasses import dataclass
-from itertools import takewhile
+from itertools import pairwise, takewhile
 from pathlib import Path
 
 import pytest
-from torch.distributed.run import parse_args
 
 import evaluate
 import forecast
@@ -31,8 +30,14 @@ STARTS = ("./run_train.sh", "./run_tests.sh", ".venv/bin/", "benchmarks/", "sbat
 OPTIONS = {"forecast.py": forecast.OPTIONS, "evaluate.py": evaluate.OPTIONS, "plan.py": plan.OPTIONS}
 OPTIONS["scripts/sweep.py"] = dict(trials=20, folder="outputs/sweep")
 DEMO = "train_configs/demo.toml"
-BEGUN = ("era5_try.toml", "era5_baseline.toml", "mine.toml")  # that the reader of a page writes
-NOT_OURS = ("ruff", "pyright", "python", "tensorboard")  # whose options are theirs
+BEGUN = (
+    "era5_try.toml",
+    "era5_baseline.toml",
+    "mine.toml",
+    "task.sh",
+    "F",
+)  # that the reader of a page writes
+NOT_OURS = ("ruff", "pyright", "tensorboard", "srun")  # whose options are theirs
 
 
 @dataclass(frozen=True)
@@ -83,59 +88,26 @@ def is_cheap(command: Command) -> bool:
 
 def check_options(words: list[str]) -> None:
     """ConfigError, SystemExit or an assertion: the program would refuse these words."""
-    program, *rest = (DEMO if word in BEGUN else word for word in words)
-    if program == "sbatch":
-        assert (ROOT / rest[0]).is_file(), rest
-        check_verb("train.py", rest[1:])
-    elif program == "srun":
-        if "train.py" in rest:
-            check_verb("train.py", rest[rest.index("train.py") + 1 :])
-    elif program in ("./run_train.sh", "./run_tests.sh") or program.startswith("benchmarks/"):
-        check_verb(program.removeprefix("./"), rest)
-    elif program in (PYTHON, "python") and rest[0] == "-m":
-        check_module(rest[1], rest[2:])
-    elif program == PYTHON:
-        check_verb(rest[0], rest[1:])
-    else:
-        assert program.removeprefix(".venv/bin/") in NOT_OURS, program
-
-
-def check_module(name: str, arguments: list[str]) -> None:
-    if name == "jobs.torchrun":
-        launched = parse_args(arguments)
-        words = launched.training_script_args
-        if launched.module:
-            check_module(launched.training_script, words)
-        else:
-            check_verb(launched.training_script, words)
-    elif name == "planning.start_checks":
-        load_config(arguments)
-    elif name == "pip":
-        assert arguments[-1] in (ROOT / "requirements-extras.txt").read_text(), arguments
-    else:
-        assert importlib.util.find_spec(name), name
-
-
-def check_verb(script: str, arguments: list[str]) -> None:
-    assert (ROOT / script).is_file(), script
-    words = [DEMO if word == "F" else word for word in arguments]
-    if script.startswith("benchmarks/") or script == "run_tests.sh":
-        check_named(script, words)
-    elif "--help" not in words:
-        own, rest = OPTIONS.get(script), words
-        if own:
-            _, rest = split_options(words, own)
-        named = ["--job.config_file"] if script == "scripts/sweep.py" and not rest[0].startswith("-") else []
-        load_config([*named, *rest])
-
-
-def check_named(script: str, words: list[str]) -> None:
-    """Options of a benchmark stand in its source, or in that of the module that it starts."""
-    path = ROOT / script
-    source = "".join(each.read_text() for each in path.parent.glob(f"{path.stem}.*"))
-    for word in words if script != "run_tests.sh" else []:
-        named = (f'"{word}"', f'"{word[2:]}":', f"{word[2:]}=")  # of argparse, or of results_file.parse
-        assert not word.startswith("--") or any(each in source for each in named), (script, word)
+    words = [DEMO if word in BEGUN else word for word in words]
+    files = [word.removeprefix("./") for word in words if word.endswith((".py", ".sh", ".sbatch"))]
+    assert all((ROOT / file).is_file() for file in files), files
+    modules = [name for option, name in pairwise(words) if option == "-m"]
+    assert all(importlib.util.find_spec(name) for name in modules if not files), modules
+    if words[-2:-1] == ["install"]:
+        assert words[-1] in (ROOT / "requirements-extras.txt").read_text(), words
+    if not files:
+        assert modules or Path(words[0]).name in NOT_OURS, words
+        return
+    script, rest = files[0], words[[word.endswith(files[0]) for word in words].index(True) + 1 :]
+    if script.startswith("benchmarks/"):
+        # Options of a benchmark stand in its source, or in that of the module that it starts.
+        source = "".join(path.read_text() for path in ROOT.glob(f"{script.rpartition('.')[0]}.*"))
+        for word in rest:
+            named = (f'"{word}"', f'"{word[2:]}":', f"{word[2:]}=")  # of argparse, or of results_file.parse
+            assert not word.startswith("--") or any(each in source for each in named), (script, word)
+    elif script != "run_tests.sh" and "--help" not in rest:
+        _, rest = split_options(rest, OPTIONS.get(script, {}))
+        load_config([*(["--job.config_file"] * (script == "scripts/sweep.py")), *rest])
 
 
 @pytest.mark.parametrize("command", commands(), ids=lambda command: f"{command.page}: {command.text[:60]}")

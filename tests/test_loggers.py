@@ -22,7 +22,7 @@ from config import Config, Job, Training
 from config import Metrics as Settings
 from errors import ConfigError
 from tests.planned import run_train
-from tests.started_jobs import ROOT, losses, run_options, write_config
+from tests.started_jobs import ROOT, VALIDATION, losses, run_options, write_config
 from tests.test_metrics import CONTRACT
 from training.loggers.opening import EXTRAS, Loggers, StoredRun, check_loggers, open_loggers
 from training.loggers.tensorboard_run import Logger as TensorBoard
@@ -102,8 +102,7 @@ def resumed(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("loggers")
     run, config = folder / "run", write_config(folder)
     options = run_options(config, run, "--checkpoint.interval", "4", '--metrics.loggers=["wandb"]')
-    options += ["--validation.enable", "--validation.lead_hours", "[6]"]
-    options += ["--data.validation_period", '["2020-01-10", "2020-01-10"]']
+    options += VALIDATION
     run_train(*options, "--training.steps", "6")
     shutil.rmtree(run / "checkpoints/step-00000006")
     run_train(*options, "--training.steps", "8")

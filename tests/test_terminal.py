@@ -9,7 +9,7 @@ import termios
 from contextlib import suppress
 from pathlib import Path
 
-from tests.started_jobs import ROOT, run_options, write_config
+from tests.started_jobs import ROOT, VALIDATION, run_options, write_config
 
 STAMP = r"\d\d:\d\d:\d\d  "  # before every line of the log
 
@@ -33,10 +33,8 @@ def shown(*command: str) -> str:
 def test_a_line_of_the_log_is_alone_in_its_line(tmp_path: Path) -> None:
     """Validation says what it took; a recording of the profiler says nothing."""
     files = run_options(write_config(tmp_path), tmp_path / "run")
-    options = ["--validation.enable", '--data.validation_period=["2020-01-10","2020-01-11"]']
-    options += ["--validation.lead_hours=[6]", "--validation.plots=false", "--profiling.enable_profiling"]
-    steps = ["--training.steps=8", "--profiling.profile_freq=4", "--checkpoint.enable=false"]
-    text = shown(sys.executable, "train.py", *files, *options, *steps)
+    options = ["--profiling.enable_profiling", "--profiling.profile_freq=4", "--checkpoint.enable=false"]
+    text = shown(sys.executable, "train.py", *files, *VALIDATION, *options, "--training.steps=8")
     lines = re.split(r"[\r\n]|\x1b\[A", text)  # \r: written over; ESC [A: one line up
     stamped = [line for line in lines if re.search(STAMP, line)]
     assert len(stamped) >= 5 and all(re.match(STAMP, line) for line in stamped), text
