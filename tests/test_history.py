@@ -190,13 +190,20 @@ PLAIN_FIELDS = parity.fields_of
 
 
 def loss_in_one_graph(run: SmallRun, fields: Tensor, shares: list[float]) -> tuple[Tensor, dict]:
-    """Of physical fields (B, h + R, V, H, W), in float64, and its gradients, no part of the rollout used."""
+    """Of physical fields (B, h + R, V, H, W), in float64, and its gradients, all of it written out here."""
     mean, std, change = (torch.tensor(n).double()[:, None, None] for n in (MEAN, STD, CHANGE))
     model, objective, members = deepcopy(run.model.meta_model).double(), run.objective, run.layout.members
     area = torch.from_numpy(area_weights(objective.conditions.latitude.numpy())).double()
     static, history = objective.conditions.static.double(), run.layout.history
     times, number_of = run.batches(0)[0].times.repeat_interleave(members), torch.arange(members)
     keys = noise_keys(0, 1, times, number_of.repeat(len(fields)))
+    if run.layout.roll:  # each sample by a number of columns, and some mirrored
+        _, shifts = objective.augment(fields, keys)
+        assert shifts is not None
+        turns = [(shift, [-2] * (shift >= fields.shape[-1])) for shift in shifts[::members].tolist()]
+        fields = torch.stack([x.roll(n, -1).flip(image) for x, (n, image) in zip(fields, turns, strict=True)])
+        static = torch.stack([static.roll(n, -1).flip(image) for n, image in turns])
+        static = static.flatten(0, -4).repeat_interleave(members, 0)
     seen, variable_weights = torch.ones(3, 1, 1), torch.tensor((1, 2, 0.5)) / 3
     if run.layout.roles:  # the second is diagnostic, the third a forcing
         seen[1], change[1] = 0, std[1]
@@ -231,14 +238,16 @@ def loss_in_one_graph(run: SmallRun, fields: Tensor, shares: list[float]) -> tup
             new = torch.cat([new[:, :2], forcing], dim=1)
         states = [new, *states[:-1]]
         weights = (truth.isfinite() & ~edge) * area[:, None]
-        weights = weights / weights.sum((-2, -1), keepdim=True) * variable_weights[:, None, None]
+        weights = weights / weights.sum((-2, -1), keepdim=True)
         error = (new - truth.nan_to_num()).unflatten(0, (-1, members))
         if members > 1:  # the almost fair CRPS of Lang et al. 2024
             apart = (error[:, :, None] - error[:, None]).abs().sum(dim=(1, 2)) / (2 * members * (members - 1))
             costs = error.abs().mean(dim=1) - (1 - 0.05 / members) * apart
         else:
-            costs = error[:, 0].square()
-        loss = loss + share * (weights[::members] / len(fields) * costs).sum()
+            costs = error[:, 0].abs() if run.layout.loss == "mae" else error[:, 0].square()
+        means = (weights[::members] * costs).sum((-2, -1))  # (B, V)
+        means = means.sqrt() if run.layout.loss == "rmse" else means
+        loss = loss + share * (means * variable_weights).sum() / len(fields)
     loss.backward()
     found = {name: p.grad.numpy() for name, p in model.named_parameters() if p.grad is not None}
     return loss, found
@@ -262,6 +271,14 @@ def loss_in_one_graph(run: SmallRun, fields: Tensor, shares: list[float]) -> tup
         (Layout(rollout=3, conserve=True), THIRDS),
         (Layout(rollout=3, members=3), THIRDS),
         (Layout(history=3, rollout=3, members=3), THIRDS),
+        (Layout(loss="mae"), [1.0]),
+        (Layout(loss="rmse", rollout=3), THIRDS),
+        (Layout(loss="rmse", unet=True), [1.0]),
+        (Layout(roll=True, history=2, rollout=3), THIRDS),
+        (Layout(roll=True, unet=True), [1.0]),
+        (Layout(roll=True, rollout=3, members=3), THIRDS),
+        (Layout(roll=True, rollout=3, roles=True), THIRDS),
+        (Layout(roll=True, rollout=3, conserve=True), THIRDS),
     ],
 )
 def test_gradients_are_those_of_one_graph(one_rank, monkeypatch, layout, shares) -> None:
