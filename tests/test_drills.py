@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 
 from tests.parity import Layout, SmallRun, replicate, tp
 from tests.started_jobs import ROOT, run_options, run_program, small_dataset, small_wave, write_config
-from tests.test_start_checks import small  # noqa: F401  (a fixture)
+from tests.test_first_start import small  # noqa: F401  (a fixture)
 from training.bad_steps import Fingerprints, ReplicasDiverged, sum_of_bits
 
 LARGE = ["--model.dim", "128", "--model.patch_size", "[1,1]", "--training.local_batch_size", "256"]
