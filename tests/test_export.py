@@ -57,6 +57,7 @@ def exported(request, tmp_path_factory) -> Exported:
     options = run_options(write_config(folder), folder / "run")
     options += ["--training.steps", "2", "--training.ema_decay", "0.9", *VALIDATION]
     options += ["--data.forcings", '["sin_local_time", "toa_incident_solar_radiation"]']
+    options += ["--model.conserve", f'["{NAME}"]']  # which tests/test_conservation.py has of forecasts
     options += UNET if request.param == "unet" else []
     options += HISTORY if request.param == "history" else []
     run_train(*options)

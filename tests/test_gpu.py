@@ -84,9 +84,11 @@ def test_ring_kernels_are_those_of_plain_matmuls(backend: str) -> None:
         assert relative(found, wanted) < 0.02
 
 
-# On a CPU compiling takes half a minute; tests/test_parity.py does it there.
+# On a CPU, where compiling takes half a minute, tests/test_parity.py has all but the first.
 @pytest.mark.parametrize(
-    "case", ({"compiled": DEVICE.type == "cuda"}, {"mode": "none"}, {"float8": True}), ids=str
+    "case",
+    [{}, *(pytest.param(c, marks=on_gpu) for c in ({"compiled": True}, {"mode": "none"}, {"float8": True}))],
+    ids=str,
 )
 def test_steps_lower_the_loss(training, case: dict) -> None:
     run = training(**case)
