@@ -227,7 +227,10 @@ class SmallRun:
         """Loss over all ranks and gradient norm of step `step`, counted from 0."""
         with self.watch:
             loss = accumulate_gradients(self.run, step + 1, self.batches(step))
-        found, scale = {name: p.grad for name, p in self.model.parameters.items()}, self.state.scaler.factor
+        found, scale = (
+            {name: p.grad for name, p in self.model.parameters.items()},
+            float(self.state.scaler.factor),
+        )
         self.gradients = {name: full(grad) / scale for name, grad in found.items() if grad is not None}
         norm = update_weights(self.run, step + 1, loss)
         self.model.zero_grad()

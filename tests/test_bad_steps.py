@@ -102,13 +102,13 @@ def test_going_back_takes_other_samples_and_is_tried_once(build, monkeypatch):  
     for step in (1, 2, 3):
         run.step()
         run.save(checkpointer)
-        weights.append(run.state.parameters["0.weight"].detach().clone())
+        weights.append(run.state.parameters["head.weight"].detach().clone())
         judge(bad_steps, step, 1.0)
     judge(bad_steps, 4, NAN, NAN)  # so nothing shows that the weights after step 3 are any good
     assert bad_steps.too_many(4)
     Restart(checkpointer, run.state).roll_back()
     assert run.state.progress.step == 2 and run.state.progress.rollbacks == 1
-    assert torch.equal(run.state.parameters["0.weight"], weights[1])
+    assert torch.equal(run.state.parameters["head.weight"], weights[1])
     assert complete_steps(checkpointer.folder) == [1, 2]
     judge(bad_steps, 4, NAN, NAN)
     assert bad_steps.too_many(4)

@@ -19,7 +19,6 @@ from unittest.mock import Mock
 
 import pytest
 import torch
-from torch import nn
 from torch.distributed.checkpoint import state_dict_saver
 from torch.distributed.tensor import DTensor
 
@@ -42,41 +41,23 @@ from errors import DataError, one_line
 from tests.conftest import memory_kib
 from tests.parity import Layout, SmallRun, replicate
 from tests.started_jobs import ROOT, run_program, wait_until, write_config
-from training.bad_steps import BadSteps
 from training.batches import choose_global_batch
-from training.gradients import LossScaler, total_norm
-from training.optimizers.build import parameter_groups, set_lr
 from training.run_folder import lock_folder, resume
-from training.state import Progress, TrainState
+from training.state import Progress
 
 MODES = ("disabled", "async", "async_with_pinned_mem")
 
 
-class Run:
-    """A small model with an optimiser and a scaler."""
+class Run(SmallRun):
+    """A small run in float16, whose losses are scaled."""
 
-    def __init__(self, width: int = 8, seed: int = 0) -> None:
-        torch.manual_seed(seed)
-        self.model = nn.Sequential(nn.Linear(4, width), nn.LayerNorm(width), nn.Linear(width, 3))
-        parameters = dict(self.model.named_parameters())
-        optimizer = torch.optim.AdamW(parameter_groups(parameters, 0.1), lr=0.0, fused=True)
-        scaler, bad_steps = LossScaler(True, growth_interval=2), BadSteps(Training(), torch.device("cpu"))
-        self.state = TrainState(parameters, optimizer, scaler, None, Progress(), bad_steps)
+    def __init__(self, dim: int = 32, seed: int = 0) -> None:
+        super().__init__(Layout(dtype="float16", model=(("dim", dim),)), seed)
+        self.state.scaler.growth_interval = 2
 
-    def step(self, checkpointer: Checkpointer | None = None) -> float:
-        state = self.state
-        state.progress.step += 1
-        set_lr(state.optimizer, 1e-2)
-        torch.manual_seed(state.progress.step)
-        loss = self.model(torch.randn(5, 4)).square().mean()
-        (loss * state.scaler.factor).backward()
-        state.scaler.unscale(state.parameters.values())
-        if checkpointer:
-            checkpointer.wait_for_staging()
-        if not state.scaler.update(total_norm(state.parameters.values())):
-            state.optimizer.step()
-        state.optimizer.zero_grad()
-        return loss.item()
+    def step(self, checkpointer: Checkpointer | None = None) -> float:  # type: ignore[override]
+        self.run.checkpointer = checkpointer
+        return super().step(self.state.progress.step)[0]
 
     def save(self, checkpointer: Checkpointer) -> None:
         checkpointer.save(self.state.progress.step, self.state.state_dict())
@@ -118,7 +99,7 @@ def test_a_resumed_run_is_the_same_run(build, mode):
     other = Run(seed=1)
     assert resume(build(), other.state) and other.state.progress.step == 3
     assert [other.step() for _ in range(3)] == expected
-    pairs = zip(run.model.parameters(), other.model.parameters(), strict=True)
+    pairs = zip(run.state.parameters.values(), other.state.parameters.values(), strict=True)
     assert all(torch.equal(a, b) for a, b in pairs)
     assert other.state.scaler.factor == run.state.scaler.factor == 2.0**19
 
@@ -167,8 +148,10 @@ def test_a_folder_without_a_checkpoint_is_none(build, tmp_path):
 def test_another_model_is_refused_by_name(build):
     run, checkpointer = Run(), build()
     run.step_and_save(checkpointer)
-    with pytest.raises(ValueError, match=r"step-00000001: model.0.weight is \[8, 4\] there and \[16, 4\]"):
-        resume(build(), Run(width=16).state)
+    with pytest.raises(
+        ValueError, match=r"step-00000001: model.patch_embedding.weight is \[32, 80\] there and \[64"
+    ):
+        resume(build(), Run(dim=64).state)
 
 
 @pytest.mark.parametrize(
@@ -217,7 +200,7 @@ def test_the_process_listens_on_this_host_alone_and_ends_by_no_signal_to_all(bui
 
 def test_a_full_disk_and_the_death_of_the_process_cost_a_save_each(build, tmp_path, caplog, monkeypatch):
     """/dev/full takes no byte: a link to it stands where this rank's file will be."""
-    run, checkpointer = Run(width=200_000), build("async_with_pinned_mem")
+    run, checkpointer = Run(dim=128), build("async_with_pinned_mem")
     run.step_and_save(checkpointer)
     unfinished = tmp_path / "step-00000002.incomplete"
     unfinished.mkdir()
@@ -254,7 +237,7 @@ def test_little_shared_memory_is_logged_and_a_thread_writes(build, tmp_path, cap
 
 
 def test_host_memory_does_not_grow_with_saves(build):
-    run, checkpointer = Run(width=20_000), build("async_with_pinned_mem", keep=1)  # 2 MB with its moments
+    run, checkpointer = Run(dim=96), build("async_with_pinned_mem", keep=1)  # 5 MB with its moments
     run.step()
     sizes = []
     for save in range(25):

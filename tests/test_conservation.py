@@ -13,6 +13,7 @@ from datasets.grid import Grid, area_weights, global_grid
 from datasets.normalization import Normalizer
 from datasets.statistics import Statistics
 from errors import DataError
+from tests.parity import fields_of
 from training.conservation import build_conservation
 from verification.rollout import rollout
 
@@ -24,8 +25,7 @@ CHANNELS = Channels(tuple(NAMES))
 
 def statistics(shape: tuple[int, int]) -> Statistics:
     """About those of ERA5, for 6 h."""
-    nothing, field = np.zeros(0, "datetime64[s]"), np.zeros((3, *shape), np.float32)
-    return Statistics(MEAN, STD, CHANGE, field, dates=nothing, fingerprint="")
+    return replace(fields_of(shape).statistics, mean=MEAN, std=STD, change_std=CHANGE)
 
 
 def normalizer_of(grid: Grid, *quantities: str) -> Normalizer:
@@ -67,8 +67,7 @@ def test_total_water_of_a_column_with_a_known_integral():
     sine = np.sin(np.deg2rad(grid.latitude))[:, None] * np.ones(8)
     humidity = (a * pressure + b)[:, None, None] * sine**2 + 1e-4 * sine
     fields = np.concatenate([sine[None], humidity])
-    nothing, zero = np.zeros(0, "datetime64[s]"), np.zeros((4, *grid.shape), np.float32)
-    known = Statistics(0 * changes, changes, changes, zero, dates=nothing, fingerprint="")
+    known = replace(fields_of(grid.shape, tuple(names)).statistics, std=changes, change_std=changes)
     conservation = build_conservation(["total_water"], names, known, area_weights(grid.latitude))
     assert conservation is not None
     output = torch.from_numpy(fields / changes[:, None, None])

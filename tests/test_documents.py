@@ -82,10 +82,6 @@ def is_command(text: str) -> bool:
     return re.sub(r"^((\w+=\S*|until) )+", "", text).startswith(STARTS)
 
 
-def is_cheap(command: Command) -> bool:
-    return "needs " not in command.comment and not command.inline
-
-
 def check_options(words: list[str]) -> None:
     """ConfigError, SystemExit or an assertion: the program would refuse these words."""
     words = [DEMO if word in BEGUN else word for word in words]
@@ -122,7 +118,7 @@ def is_planning(command: Command) -> bool:
     return command.words[:2] == [PYTHON, "plan.py"]
 
 
-CHEAP = [command for command in commands() if is_cheap(command)]
+CHEAP = [command for command in commands() if "needs " not in command.comment and not command.inline]
 
 
 def test_what_is_not_run_here_says_what_it_needs() -> None:

@@ -6,7 +6,7 @@ import functools
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from config import Model
@@ -41,11 +41,6 @@ def total(value: Tensor | None, tiles: GridTiles) -> Tensor:
     return tiles.sum_over_shards(value.detach().clone())
 
 
-def gradient_differences(model: nn.Module, plain: nn.Module, tiles: GridTiles) -> float:
-    pairs = zip(model.parameters(), plain.parameters(), strict=True)
-    return max(difference(total(p.grad, tiles), q.grad) for p, q in pairs if q.grad is not None)
-
-
 # -- what every rank does
 
 
@@ -74,11 +69,12 @@ def check_model(layout: tuple[int, int], periodic: bool, precision: str, compile
     output = model(tiles.cut_input(part))
     part_loss = (output - tiles.cut_output(target)).square().sum()
     part_loss.backward()
+    pairs = zip(model.parameters(), plain.parameters(), strict=True)
     return {
         "output": difference(tiles.gather_output(output), expected),
         "loss": difference(total(part_loss, tiles), loss),
         "input_gradient": difference(total(part.grad, tiles), whole.grad),  # type: ignore[reportArgumentType]
-        "gradients": gradient_differences(model, plain, tiles),
+        "gradients": max(difference(total(p.grad, tiles), q.grad) for p, q in pairs if q.grad is not None),
         "names": [n for n, _ in model.named_parameters()] == [n for n, _ in plain.named_parameters()],
     }
 

@@ -19,7 +19,6 @@ from datasets.grid import area_weights, global_grid
 from datasets.loader import split_sample
 from datasets.normalization import Normalizer
 from datasets.selection import open_selection
-from datasets.statistics import Statistics
 from errors import UserError
 from models.noise import noise_keys
 from tests import parity
@@ -79,16 +78,12 @@ def trained(config_file, tmp_path_factory) -> tuple[Path, dict[str, float]]:
 # -- the model, applied to itself
 
 
-def standard(num: int, change: float = 1.0) -> Statistics:
-    ones, nothing = np.ones(num), np.zeros(0, "datetime64[s]")
-    return Statistics(0 * ones, ones, change * ones, np.zeros((num, 4, 8), np.float32), nothing, "")
-
-
 @pytest.mark.parametrize("predict", ["state", "change"])
 def test_an_oscillation_is_forecast_from_two_states(predict) -> None:
     """x(t + 1) = 2 cos(w) x(t) - x(t - 1), which no function of x(t) alone can say."""
     channels = Channels(("a", "b"), history=2)
-    normalizer = Normalizer(standard(2, change=0.5), predict, channels)
+    statistics = parity.fields_of((4, 8), ("a", "b")).statistics
+    normalizer = Normalizer(replace(statistics, change_std=np.full(2, 0.5)), predict, channels)
     conditions = Conditions([], channels, global_grid((4, 8)))
 
     def predicted(inputs: Tensor) -> Tensor:

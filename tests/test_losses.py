@@ -82,10 +82,6 @@ def test_relative_l2_is_not_weighted_by_area():
     assert relative_l2(prediction, target, mask).item() == pytest.approx((5 / 5 + 0 / 10) / 2)
 
 
-def exact_cost(loss: str, error: torch.Tensor) -> torch.Tensor:
-    return error.abs() if loss == "mae" else error.square()
-
-
 def assert_as_exact(exact: Tensor, sums: Tensor, scale: Tensor, output: Tensor, ours_of: Callable) -> None:
     """Sums and the gradient of their weighted sum, from float32 and bf16, next to those in float64."""
     (sums * scale).sum().backward()
@@ -108,7 +104,8 @@ def test_sums_a_sample_at_a_time_are_those_of_the_plain_expression(loss):
     # bf16 changes no error's sign.
     output = output.bfloat16().float()
     exact, penalty = output.double().requires_grad_(), PENALTIES[loss]
-    sums = (weights.double() * exact_cost(loss, exact - target.double())).flatten(1).sum(1)
+    error = exact - target.double()
+    sums = (weights.double() * (error.abs() if loss == "mae" else error.square())).flatten(1).sum(1)
     scale = torch.arange(1.0, 5.0)
     assert_as_exact(exact, sums, scale, output, lambda sum_of, ours: sum_of(ours, target, weights, penalty))
 

@@ -177,8 +177,7 @@ def test_a_second_ctrl_c_after_the_save_changes_nothing(start_job, tmp_path):
     job = start_job(write_config(tmp_path), tmp_path / "run", NGPU="2")
     job.wait_for_step(5)
     os.kill(job.process.pid, signal.SIGINT)
-    while "is complete" not in job.output and job.process.poll() is None:
-        time.sleep(0.001)
+    wait_until(lambda: "is complete" in job.output)
     while job.process.poll() is None:
         os.kill(job.process.pid, signal.SIGINT)
         time.sleep(0.01)
