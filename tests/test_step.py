@@ -1,5 +1,6 @@
-"""What is due after a step, its casts of weights, norm and clipping; loss scaling against torch's own."""
+"""What is due after a step, its casts, clipping and loss scaling; memory that the next one uses again."""
 
+import sys
 from dataclasses import replace
 from typing import Any
 
@@ -13,9 +14,8 @@ from torch.nn.utils import clip_grads_with_norm_
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from config import Checkpoint, Config, Metrics, Training, Validation
-from errors import DataError
-from parallelisms.mesh import from_first_rank
 from tests.parity import Layout, SmallRun
+from tests.started_jobs import run_program
 from training.due import COLLECT_EVERY, actions_after
 from training.gradients import LossScaler, reduce_partial_gradients, total_norm
 
@@ -50,21 +50,6 @@ def test_what_changes_the_schedule() -> None:
     assert not any(actions_after(off, step, asked_to_stop=True).save for step in (5, 20, 100))
 
 
-def fail_on_the_first_rank() -> str:
-    def read() -> None:
-        raise DataError("x.zarr: is not there")
-
-    try:
-        from_first_rank(read)
-    except DataError as error:
-        return str(error)
-    return "nothing"
-
-
-def test_a_mistake_that_the_first_rank_finds_is_found_by_all(ranks) -> None:
-    assert ranks(2).run(fail_on_the_first_rank) == ["x.zarr: is not there"] * 2
-
-
 # -- casts of weights
 
 
@@ -93,22 +78,6 @@ def test_weights_are_cast_once_a_step(one_rank, checkpointing: str) -> None:
 
 
 # -- gradients
-
-
-def parameters(*values: float) -> list[nn.Parameter]:
-    result = [nn.Parameter(torch.zeros(())) for _ in values]
-    for parameter, value in zip(result, values, strict=True):
-        parameter.grad = torch.tensor(value)
-    return result
-
-
-def test_norm_and_clipping():
-    pair = parameters(3.0, 4.0)
-    norm = total_norm(pair)
-    assert norm.item() == 5.0
-    assert pair[0].grad is not None and pair[0].grad.item() == 3.0  # 0: no clipping
-    clip_grads_with_norm_(pair, 2.5, norm)
-    assert pair[0].grad.item() == pytest.approx(1.5, rel=1e-5)
 
 
 def clipped_summands() -> tuple[float, float, list[float]]:
@@ -146,12 +115,6 @@ def test_scale_doubles_after_good_steps_and_halves_on_overflow():
         assert ours.factor == theirs.get_scale()
 
 
-def test_disabled_it_does_nothing():
-    scaler = LossScaler(False)
-    assert scaler.factor == 1.0 and not scaler.update(torch.tensor(float("nan")))
-    assert scaler.may_overflow is None
-
-
 def test_the_scale_has_a_floor_below_which_overflow_is_a_bad_step():
     scaler = LossScaler(True, initial=4.0)
     may_overflow = []
@@ -159,3 +122,61 @@ def test_the_scale_has_a_floor_below_which_overflow_is_a_bad_step():
         may_overflow.append(bool(scaler.may_overflow))
         assert scaler.update(torch.tensor(float("inf")))
     assert may_overflow == [True, True, False, False] and scaler.factor == 1.0
+
+
+# -- memory that a step frees is reused by the next one, and returned when a validation begins
+
+
+STEPS = """
+import resource, sys, torch
+from training.process_settings import retain_memory
+if sys.argv[1] == "kept":
+    retain_memory(torch.device("cpu"))
+def step():
+    activations = [torch.ones(10_000_000) for _ in range(4)]  # 40 MB each
+    while activations:
+        activations.pop()  # as backward does: the newest first
+for _ in range(4):
+    step()
+before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+step()
+print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+"""
+
+
+def number_from(program: str, how: str, local_ranks: int = 1) -> int:
+    """Output of the program in its own process."""
+    done = run_program(sys.executable, "-c", program, how, LOCAL_WORLD_SIZE=str(local_ranks))
+    return int(done.stdout or pytest.fail(done.stderr))
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="another C library has other settings")
+def test_the_next_step_faults_no_pages_in() -> None:
+    assert number_from(STEPS, "kept") < 100
+    assert number_from(STEPS, "kept", local_ranks=10_000) > 3_900  # of 39,000: they have little memory each
+
+
+LEFT = """
+import sys, torch
+from contextlib import nullcontext
+from pathlib import Path
+from training.process_settings import return_memory, retain_memory
+def held() -> int:
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return int(next(line for line in lines if line.startswith("RssAnon")).split()[1])
+cpu = torch.device("cpu")
+retain_memory(cpu)
+before = held()
+blocks = [torch.ones(10_000_000) for _ in range(8)]  # 40 MB each
+del blocks[::2]  # gaps between blocks in use
+with return_memory(cpu) if sys.argv[1] == "given back" else nullcontext():
+    fields = [torch.ones(15_000_000) for _ in range(4)]  # 60 MB: none fits into the place of one of those
+    del fields[:3]
+    print(held() - before)
+"""
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="another C library has no malloc_trim")
+def test_a_validation_begins_without_what_steps_left() -> None:
+    kept = number_from(LEFT, "kept")  # KiB, of which 330,000 are not used
+    assert number_from(LEFT, "given back") < kept - 150_000
