@@ -295,7 +295,7 @@ def test_a_save_leaves_no_second_team_of_threads(build, mode):
         workers = count_workers()
         checkpointer.save(1, tensors)
         checkpointer.wait()
-        wait_until(lambda: count_workers() == workers, 10)  # a thread that has ended is gone a little later
+        wait_until(lambda: count_workers() <= workers, 10)  # a thread that has ended is gone a little later
         assert torch.get_num_threads() == 2
     finally:
         torch.set_num_threads(number)

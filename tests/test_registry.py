@@ -12,7 +12,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from checkpoints.files import write_manifest
 from checkpoints.identity import Identity, meaning, plain
-from config import Config, Data, Model, Parallelism
+from config import Config, Model, Parallelism
 from errors import ConfigError
 from models.initialization import fill_with_nan, init_weights
 from models.registry import CONTEXT, HARMLESS, MODELS, Registered, build_model
@@ -99,26 +99,6 @@ def test_a_checkpoint_of_a_model_that_is_not_there_is_one_line(tmp_path: Path) -
     assert "\n" not in str(caught.value) and str(tmp_path) in str(caught.value)
 
 
-@pytest.mark.parametrize(
-    ("layout", "message"),
-    [
-        (tp(), "tensor_parallel_degree = 2: a toy cannot be split so; set"),
-        (pp(), "pipeline_parallel_degree = 2: a toy cannot be split so"),
-        (cp("ring"), "context_parallel_method = 'ring': a toy cannot be split so; valid: ulysses"),
-    ],
-)
-def test_what_a_model_has_no_plan_for_is_refused(monkeypatch, layout: dict, message: str) -> None:
-    """On as many ranks as it asks for: nothing else is wrong."""
-    monkeypatch.setenv("NGPU", "2")
-    monkeypatch.setitem(MODELS, "toy", Registered("a toy", "toy.Toy", ("ulysses",)))
-    toy: Any = "toy"
-    config = Config(
-        data=Data(variables=("2m_temperature",)), model=Model(toy), parallelism=Parallelism(**layout)
-    )
-    with pytest.raises(ConfigError, match=message):
-        check(config)
-
-
 OUTSIDE = """
 import torch
 from torch import nn
@@ -152,6 +132,9 @@ def build(channels_in, channels_out, grid_shape, model, periodic):
     return Pointwise(channels_in, channels_out, grid_shape)
 
 
+build.splits = ("ulysses",)
+
+
 def build_linear(channels_in, channels_out, grid_shape, model, periodic):
     return nn.Linear(channels_in, channels_out)
 """
@@ -173,7 +156,9 @@ def test_a_model_from_outside(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     ):
         with pytest.raises(ConfigError, match=reason):
             load_checked([*words, "--model.name", name])
-    with pytest.raises(ConfigError, match="cannot be split"):
-        check(replace(load_checked(words), parallelism=Parallelism(tensor_parallel_degree=2)))
+    monkeypatch.setenv("NGPU", "2")
+    for layout, fix in ((tp(), "set this to 1"), (pp(), "set this to 1"), (cp("ring"), "valid: ulysses")):
+        with pytest.raises(ConfigError, match=f"their_models:build cannot be split so; {fix}"):
+            check(replace(load_checked(words), parallelism=Parallelism(**layout)))
     with pytest.raises(ConfigError, match="a Linear, not a GridModel"):
         build_model(Model("their_models:build_linear"), 3, 2, GRID, True)

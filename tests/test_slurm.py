@@ -82,7 +82,6 @@ class Slurm:
         settings = {"host": host, "ports": ports, "folder": folder}
         (folder / "slurm.conf").write_text(CONFIGURATION.format(**settings))
         (folder / "gres.conf").write_text("Name=gpu File=/dev/null\nName=gpu File=/dev/zero\n")
-        self.folder = folder
         self.environment = {"SLURM_CONF": str(folder / "slurm.conf")}
         self.processes: list[subprocess.Popen] = []
         self.job = self.urgent = ""
@@ -130,12 +129,6 @@ class Slurm:
         )
         return int(self.field("ExitCode").partition(":")[0])
 
-    def told_of_the_job(self) -> str:
-        """For who looks why it did not begin: where it stands, and the ends of what the daemons wrote."""
-        answers = [self.ask("scontrol", "show", "job", self.job), self.ask("sinfo", "-N", "-l")]
-        logs = [path.read_text()[-2000:] for path in sorted(self.folder.glob("*.log"))]
-        return "\n".join([*answers, *logs])
-
     def stop(self) -> None:
         for job in filter(None, (self.job, self.urgent)):
             self.ask("scancel", "--signal=KILL", "--full", job)
@@ -168,7 +161,7 @@ def test_a_job_that_is_preempted_ends_as_if_undisturbed(
     files = ["--job.config_file", str(config_file), "--job.dump_folder", str(run)]
     slurm.submit(edited(tmp_path), *files, **SETTINGS)
     log = lambda: "".join(path.read_text() for path in tmp_path.glob("rossby-*.log"))  # noqa: E731
-    wait_until(lambda: last_step(run) >= 10, 400, lambda: log() + slurm.told_of_the_job())
+    wait_until(lambda: last_step(run) >= 10, 400, lambda: log() + slurm.ask("scontrol", "show", "job"))
     slurm.preempt()
     stopped = last_step(run)
     assert f"the checkpoint of step {stopped} is complete" in log()
