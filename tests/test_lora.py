@@ -25,9 +25,13 @@ from tests.started_jobs import write_config
 from training.config_checks import load_checked
 
 
+def plain_model() -> WeatherModel:
+    return build_model(Model(dim=32, num_layers=2, num_heads=2), 3, 2, (8, 16), True)
+
+
 def adapted(**lora) -> WeatherModel:
     """A small model with adapters that are not zero, on the CPU."""
-    model = build_model(Model(dim=32, num_layers=2, num_heads=2), 3, 2, (8, 16), True)
+    model = plain_model()
     apply_lora(model, Lora(rank=4, **lora))  # type: ignore[arg-type]
     model.to_empty(device="cpu")
     init_weights(model, seed=1)
@@ -41,7 +45,7 @@ def adapted(**lora) -> WeatherModel:
 def test_it_computes_what_the_merged_matrices_compute() -> None:
     """The model without adapters, its matrices W + 2 B A written out."""
     model, fields = adapted(), torch.randn(2, 5, 8, 16)
-    twin = build_model(Model(dim=32, num_layers=2, num_heads=2), 3, 2, (8, 16), True).to_empty(device="cpu")
+    twin = plain_model().to_empty(device="cpu")
     stored = dict(model.named_parameters())
     for name, parameter in twin.named_parameters():
         value = stored[name].detach()
@@ -62,10 +66,8 @@ def test_it_trains_what_is_asked_for_and_starts_as_the_base() -> None:
     assert {name.rpartition(".")[2] for name in names} == {"lora_a", "lora_b"}
     more = trained(dict(adapted(also_train=("head", "norms")).named_parameters()))
     assert "head.weight" in more and "blocks.1.mlp_norm.bias" in more and "patch_embedding.weight" not in more
-    fresh = build_model(Model(dim=32, num_layers=2, num_heads=2), 3, 2, (8, 16), True)
-    base = build_model(Model(dim=32, num_layers=2, num_heads=2), 3, 2, (8, 16), True)
+    fresh, base, fields = plain_model(), plain_model(), torch.randn(1, 5, 8, 16)
     apply_lora(fresh, Lora(rank=8))
-    fields = torch.randn(1, 5, 8, 16)
     for each in (fresh, base):
         init_weights(each.to_empty(device="cpu"), seed=1)
     torch.testing.assert_close(fresh.predict(fields), base.predict(fields))
@@ -105,8 +107,7 @@ def test_a_dry_run_counts_moments_of_what_trains_alone() -> None:
 # -- runs
 
 
-BASE = ["--training.steps", "4", "--training.ema_decay", "0.9"]
-LORA = ["--lora.rank", "2", "--training.ema_decay", "0.9"]
+SHORT = ["--training.steps", "4", "--training.ema_decay", "0.9"]
 
 
 @pytest.fixture(scope="module")
@@ -114,15 +115,15 @@ def base(tmp_path_factory) -> list[str]:
     """Options of a short run that has ended, in the folder of its configuration."""
     folder = tmp_path_factory.mktemp("base")
     options = ["--job.config_file", str(write_config(folder))]
-    run_train(*options, "--job.dump_folder", str(folder / "base"), *BASE)
+    run_train(*options, "--job.dump_folder", str(folder / "base"), *SHORT)
     return options
 
 
 def adapted_options(base: list[str], folder: Path, *options: str) -> list[str]:
     """Of a run of 4 steps from the base."""
     start = str(Path(base[1]).parent / "base")
-    chosen = [*base, "--job.dump_folder", str(folder), "--checkpoint.initial_load_path", start, *LORA]
-    return [*chosen, "--training.steps", "4", *options]
+    chosen = ["--job.dump_folder", str(folder), "--checkpoint.initial_load_path", start, "--lora.rank", "2"]
+    return [*base, *chosen, *SHORT, *options]
 
 
 def adapt(base: list[str], folder: Path, *options: str) -> list[str]:
