@@ -3,6 +3,7 @@
 import sys
 from dataclasses import replace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -14,6 +15,8 @@ from torch.nn.utils import clip_grads_with_norm_
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from config import Checkpoint, Config, Metrics, Training, Validation
+from errors import DataError
+from parallelisms.mesh import from_first_rank
 from tests.parity import Layout, SmallRun
 from tests.started_jobs import run_program
 from training.due import COLLECT_EVERY, actions_after
@@ -48,6 +51,15 @@ def test_what_changes_the_schedule() -> None:
     assert stopped.save and stopped.log and not stopped.validate  # it is started again, and validates then
     off = replace(EVERY, checkpoint=Checkpoint(enable=False))
     assert not any(actions_after(off, step, asked_to_stop=True).save for step in (5, 20, 100))
+
+
+def find_a_mistake() -> None:
+    with pytest.raises(DataError, match="x.zarr: is not there"):
+        from_first_rank(Mock(side_effect=DataError("x.zarr: is not there")))
+
+
+def test_a_mistake_that_the_first_rank_finds_is_found_by_all(ranks) -> None:
+    ranks(2).run(find_a_mistake)
 
 
 # -- casts of weights
