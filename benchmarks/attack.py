@@ -62,7 +62,7 @@ from config import SECTIONS
 from errors import DataError, one_line_errors
 from jobs.durable_files import read_records
 from tests.sample_archives import weatherbench
-from tests.test_fuzz import CASES
+from tests.test_config import CASES
 from tests.test_identity import NAMES, waves
 from training.config_checks import check
 

@@ -38,7 +38,7 @@ from tests.distributed import Ranks
 from tests.optimizer_references import trained
 from tests.parity import TABLE, Layout, Outcome
 from tests.resharding import KINDS, differences, load, save, tolerance
-from tests.test_whole_matrices import NAMES, TOLERANCE, train
+from tests.test_optimizers import NAMES, TOLERANCE, train
 
 COLUMNS = ("layout", "ranks", "loss", "gradient norm", "gradients", "weights", "calls", "KiB")
 COLUMNS += ("parameter KiB", "collectives", "verdict")

@@ -229,7 +229,8 @@ class CheckpointProcess:
             process = getattr(self.process, "_save_process", None)
             if process and process.pid:
                 process.kill()
-            time.sleep(0.01 * (not is_started))
+            if not is_started:
+                time.sleep(0.01)
         if process and process.pid:
             process.join()
         self.store.clear()

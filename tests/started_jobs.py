@@ -7,7 +7,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any
@@ -29,6 +29,10 @@ SMALL_RUN: dict[str, dict[str, Any]] = {
     "checkpoint": {"enable": True, "interval": ENDLESS},
     "validation": {"enable": False},
 }
+
+
+VALIDATION = ["--validation.enable", "--validation.lead_hours=[6]", "--validation.plots=false"]
+VALIDATION += ['--data.validation_period=["2020-01-10","2020-01-11"]']  # of the waves of `write_config`
 
 
 def small_wave(num_dates: int, number: int = 2, size: float = 10.0) -> np.ndarray:
@@ -75,6 +79,22 @@ def started_by(program: str, ranks: int = 1) -> list[str]:
     return [sys.executable, *launcher, str(ROOT / program)]
 
 
+def run_program(
+    *command: str | Path, cwd: str | Path = ROOT, **environment: str
+) -> subprocess.CompletedProcess[str]:
+    """Run a command to its end, with these variables of the environment too."""
+    variables = os.environ | {"ROSSBY_PYTHON": sys.executable} | environment
+    return subprocess.run(command, cwd=cwd, env=variables, timeout=250, capture_output=True, text=True)
+
+
+def wait_until(condition: Callable[[], object], seconds: float = 60, what: Callable[[], str] = str) -> None:
+    """AssertionError: it does not come true in so many seconds; `what` says what there is instead."""
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, f"waited {seconds} s in vain\n{what()}"
+        time.sleep(0.01)
+
+
 class Job:
     """A launcher with its ranks. Its output goes to a file, so that nothing waits for a reader."""
 
@@ -91,12 +111,11 @@ class Job:
         folder.mkdir(parents=True, exist_ok=True)
         self.folder, self.log = folder, folder / f"log-{time.monotonic_ns()}.txt"
         self.started = time.time()
-        defaults = {"ROSSBY_PYTHON": sys.executable, "OMP_NUM_THREADS": "1"}
         words = command or [str(ROOT / "run_train.sh")]
         with self.log.open("w") as log:
             self.process = subprocess.Popen(
                 [*host, *words, *run_options(config_file, folder, *options)],
-                env={**os.environ, **defaults, **environment},
+                env=os.environ | {"ROSSBY_PYTHON": sys.executable} | environment,
                 cwd=ROOT,
                 stdout=log,
                 stderr=subprocess.STDOUT,
@@ -120,11 +139,14 @@ class Job:
         return found
 
     def wait_for_step(self, step: int, timeout: float = 120) -> None:
-        end = time.monotonic() + timeout
         path = self.folder / "metrics.jsonl"  # of a run before this one until this one has written
-        while not path.exists() or path.stat().st_mtime < self.started or last_step(self.folder) < step:
-            assert self.process.poll() is None and time.monotonic() < end, self.output
-            time.sleep(0.02)
+
+        def is_there() -> bool:
+            is_new = path.exists() and path.stat().st_mtime >= self.started
+            assert self.process.poll() is None, self.output
+            return is_new and last_step(self.folder) >= step
+
+        wait_until(is_there, timeout, lambda: self.output)
 
     def kill_rank(self, rank: int, number: signal.Signals) -> None:
         os.kill(self.ranks()[rank], number)

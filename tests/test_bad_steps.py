@@ -1,11 +1,17 @@
 """Bad steps: detection, no effect on the state, and the rollback when they continue."""
 
+import json
+from typing import Any
+
 import pytest
 import torch
 
+import train
 from checkpoints.files import complete_steps
 from config import Training
 from tests.parity import Layout, SmallRun
+from tests.planned import run_train
+from tests.started_jobs import run_options, small_dataset, small_wave, write_config
 from tests.test_checkpoint import Run, build  # noqa: F401  (a fixture)
 from training.bad_steps import WINDOW, BadSteps, TrainingDiverged
 from training.due import Rollouts
@@ -96,13 +102,13 @@ def test_going_back_takes_other_samples_and_is_tried_once(build, monkeypatch):  
     for step in (1, 2, 3):
         run.step()
         run.save(checkpointer)
-        weights.append(run.state.parameters["0.weight"].detach().clone())
+        weights.append(run.state.parameters["head.weight"].detach().clone())
         judge(bad_steps, step, 1.0)
     judge(bad_steps, 4, NAN, NAN)  # so nothing shows that the weights after step 3 are any good
     assert bad_steps.too_many(4)
     Restart(checkpointer, run.state).roll_back()
     assert run.state.progress.step == 2 and run.state.progress.rollbacks == 1
-    assert torch.equal(run.state.parameters["0.weight"], weights[1])
+    assert torch.equal(run.state.parameters["head.weight"], weights[1])
     assert complete_steps(checkpointer.folder) == [1, 2]
     judge(bad_steps, 4, NAN, NAN)
     assert bad_steps.too_many(4)
@@ -127,3 +133,37 @@ def test_a_bad_last_step_goes_back_before_itself_alone(one_rank):
     for step in range(1, 32):
         judge(bad_steps, step, NAN if step in (22, 30, 31) else 1.0, NAN if step in (22, 30, 31) else 1.0)
     assert not bad_steps.too_many(31) and bad_steps.too_many(31, last=True) and bad_steps.first == 30
+
+
+def test_a_run_that_goes_back_leaves_each_step_once(tmp_path, monkeypatch):
+    """Step 8 is bad: metrics, validations and the best checkpoint go on from step 5, too."""
+    monkeypatch.setattr("training.bad_steps.MOST_SKIPPED", 0)
+    taken, plain = [], train.train_step
+
+    def train_step(run: Any, step: int, batches: Any) -> Any:
+        taken.append(step)
+        result = plain(run, step, batches)
+        if step == 8 and not run.state.progress.rollbacks:
+            run.state.bad_steps.bad[step] = True
+        return result
+
+    monkeypatch.setattr(train, "train_step", train_step)
+    periods = {
+        "train_period": ["2020-01-01", "2020-01-09"],
+        "validation_period": ["2020-01-11", "2020-01-12"],
+    }
+    config_file = write_config(
+        tmp_path,
+        small_dataset({"10m_u_component_of_wind": small_wave(60)}),
+        data=periods,
+        training={"steps": 10, "ema_decay": 0.9, "global_batch_size": 4},
+        checkpoint={"interval": 5, "keep_best": "val/loss"},
+        validation={"enable": True, "interval": 5, "lead_hours": [6], "plots": False},
+    )
+    lines = run_train(*run_options(config_file, tmp_path / "run"))
+    assert taken == [*range(1, 9), *range(6, 11)]
+    assert [line["step"] for line in lines if "loss" in line] == list(range(1, 11))
+    scores = {line["step"]: line["val/loss"] for line in lines if "val/loss" in line}
+    assert list(scores) == [5, 10]
+    best = json.loads((tmp_path / "run/best/best.json").read_text())
+    assert best["value"] == min(scores.values()) == scores[best["step"]]

@@ -15,7 +15,7 @@ import pytest
 
 from benchmarks.results_file import FOLDER_VARIABLE
 from tests.planned import run_main
-from tests.started_jobs import ROOT
+from tests.started_jobs import ROOT, run_program
 
 SCRIPTS = sorted(path.stem for path in (ROOT / "benchmarks").glob("*.py") if path.stem != "__init__")
 SHORT = '--more "--data.train_period=[\\"2001-01-01\\",\\"2001-03-01\\"] --training.steps=3 --model.dim=16"'
@@ -87,9 +87,7 @@ def test_the_steps_that_are_compared_can_be_taken(one_rank) -> None:
 
 @pytest.mark.slow
 def test_a_rehearsal_on_two_ranks_ends_in_its_table(tmp_path: Path) -> None:
-    environment = os.environ | {"OUT": str(tmp_path), "NGPU": "2", "ROSSBY_PYTHON": sys.executable}
-    command = ["benchmarks/cluster.sh", "--rehearse"]
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=200)
+    done = run_program("benchmarks/cluster.sh", "--rehearse", OUT=str(tmp_path), NGPU="2")
     assert done.returncode == 0, done.stdout + done.stderr
     assert "layouts against one process, 0 out of tolerance" in done.stdout
     rows = [json.loads(line) for line in (tmp_path / "cluster.jsonl").read_text().splitlines()]

@@ -16,12 +16,11 @@ from config import Checkpoint, Config, Job, Training, Validation
 from errors import ConfigError
 from jobs.heartbeat import LONG_PHASES, activity
 from tests.planned import run_train
-from tests.started_jobs import records, run_options, write_config
+from tests.started_jobs import VALIDATION, records, run_options, write_config
 from training.config_checks import load_checked
 from training.validator import Best
 
 SCORE = "val/rmse/10m_u_component_of_wind@24h"
-VALIDATION = ["--validation.enable", "--data.validation_period", '["2020-01-10", "2020-01-12"]']
 
 
 @pytest.fixture
@@ -147,9 +146,9 @@ def test_a_step_that_is_done_again_replaces_the_best_of_its_number(checkpointer,
 
 
 def test_a_score_of_the_validation_is_accepted(tmp_path):
-    config_file, validation = str(write_config(tmp_path)), [*VALIDATION, "--validation.interval", "5"]
+    words = run_options(write_config(tmp_path), tmp_path, *VALIDATION, "--validation.interval", "5")
     for name in ("val/loss", "val/rmse/10m_u_component_of_wind", SCORE):
-        load_checked(["--job.config_file", config_file, *validation, "--checkpoint.keep_best", name])
+        load_checked([*words, "--validation.lead_hours=[6,24]", "--checkpoint.keep_best", name])
 
 
 def test_members_are_what_values_have_in_common(checkpointer):
@@ -163,8 +162,8 @@ def test_members_are_what_values_have_in_common(checkpointer):
 
 def test_a_validation_that_a_kill_took_is_made_up(tmp_path):
     """Of the step that a run resumes from: its checkpoint was complete, and could not become the best."""
-    words = [*VALIDATION, "--validation.interval=2", "--validation.lead_hours=[6]"]
-    words += ["--checkpoint.interval=2", "--checkpoint.keep_best=val/loss", "--validation.plots=false"]
+    words = [*VALIDATION, "--validation.interval=2", "--checkpoint.interval=2"]
+    words += ["--checkpoint.keep_best=val/loss"]
     words = run_options(write_config(tmp_path), tmp_path / "run", *words, "--training.steps=4")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("training.validator.Validation.run", lambda *_: sys.exit("killed"))
@@ -179,7 +178,7 @@ def test_a_validation_that_a_kill_took_is_made_up(tmp_path):
 def test_plots_that_cannot_be_written_end_no_run(tmp_path, monkeypatch, caplog):
     full = Mock(side_effect=OSError(28, "No space left on device"))
     monkeypatch.setattr("verification.plots.plot_run", full)
-    words = [*VALIDATION, "--validation.lead_hours=[6]", "--training.steps=2", "--checkpoint.enable=false"]
+    words = [*VALIDATION, "--validation.plots", "--training.steps=2", "--checkpoint.enable=false"]
     run_train(*run_options(write_config(tmp_path), tmp_path / "run", *words))
     assert "plots of step 2 are not written" in caplog.text and validated(tmp_path) == [2]
 

@@ -1,7 +1,11 @@
-"""Saves in the background, exact resume, and failed saves."""
+"""Saves in the background, exact resume, and failed saves; damaged, foreign and crafted checkpoints: each is
+named in one line and set aside, and the one before taken.
+"""
 
 import errno
+import fcntl
 import os
+import pickle
 import shutil
 import signal
 import subprocess
@@ -12,53 +16,49 @@ from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
-from torch import nn
+from torch.distributed.checkpoint import state_dict_saver
 from torch.distributed.tensor import DTensor
 
 from checkpoints.checkpointer import Checkpointer, CheckpointProcess
-from checkpoints.files import check_steps, complete_steps, read_manifest, step_folder, stored_tensors
+from checkpoints.files import (
+    Damaged,
+    check_steps,
+    complete_steps,
+    crc32_of,
+    lock,
+    read_manifest,
+    read_tensors,
+    step_folder,
+    stored_tensors,
+    write_manifest,
+)
+from checkpoints.identity import Identity
 from config import Checkpoint, Training
+from errors import DataError, one_line
 from tests.conftest import memory_kib
 from tests.parity import Layout, SmallRun, replicate
-from tests.started_jobs import ROOT, write_config
-from training.bad_steps import BadSteps
+from tests.started_jobs import ROOT, run_program, wait_until, write_config
 from training.batches import choose_global_batch
-from training.gradients import LossScaler, total_norm
-from training.optimizers.build import parameter_groups, set_lr
-from training.run_folder import resume
-from training.state import Progress, TrainState
+from training.run_folder import lock_folder, resume
+from training.state import Progress
 
 MODES = ("disabled", "async", "async_with_pinned_mem")
 
 
-class Run:
-    """A small model with an optimiser and a scaler."""
+class Run(SmallRun):
+    """A small run in float16, whose losses are scaled."""
 
-    def __init__(self, width: int = 8, seed: int = 0, scaling: bool = True) -> None:
-        torch.manual_seed(seed)
-        self.model = nn.Sequential(nn.Linear(4, width), nn.LayerNorm(width), nn.Linear(width, 3))
-        parameters = dict(self.model.named_parameters())
-        optimizer = torch.optim.AdamW(parameter_groups(parameters, 0.1), lr=0.0, fused=True)
-        scaler, bad_steps = LossScaler(scaling, growth_interval=2), BadSteps(Training(), torch.device("cpu"))
-        self.state = TrainState(parameters, optimizer, scaler, None, Progress(), bad_steps)
+    def __init__(self, dim: int = 32, seed: int = 0) -> None:
+        super().__init__(Layout(dtype="float16", model=(("dim", dim),)), seed)
+        self.state.scaler.growth_interval = 2
 
-    def step(self, checkpointer: Checkpointer | None = None) -> float:
-        state = self.state
-        state.progress.step += 1
-        set_lr(state.optimizer, 1e-2)
-        torch.manual_seed(state.progress.step)
-        loss = self.model(torch.randn(5, 4)).square().mean()
-        (loss * state.scaler.factor).backward()
-        state.scaler.unscale(state.parameters.values())
-        if checkpointer:
-            checkpointer.wait_for_staging()
-        if not state.scaler.update(total_norm(state.parameters.values())):
-            state.optimizer.step()
-        state.optimizer.zero_grad()
-        return loss.item()
+    def step(self, checkpointer: Checkpointer | None = None) -> float:  # type: ignore[override]
+        self.run.checkpointer = checkpointer
+        return super().step(self.state.progress.step)[0]
 
     def save(self, checkpointer: Checkpointer) -> None:
         checkpointer.save(self.state.progress.step, self.state.state_dict())
@@ -100,24 +100,9 @@ def test_a_resumed_run_is_the_same_run(build, mode):
     other = Run(seed=1)
     assert resume(build(), other.state) and other.state.progress.step == 3
     assert [other.step() for _ in range(3)] == expected
-    pairs = zip(run.model.parameters(), other.model.parameters(), strict=True)
+    pairs = zip(run.state.parameters.values(), other.state.parameters.values(), strict=True)
     assert all(torch.equal(a, b) for a, b in pairs)
     assert other.state.scaler.factor == run.state.scaler.factor == 2.0**19
-
-
-def test_names_are_the_models_own_and_the_manifest_says_what_was_written(build, tmp_path):
-    run, checkpointer = Run(), build()
-    run.step_and_save(checkpointer)
-    folder = step_folder(tmp_path, 1)
-    stored = stored_tensors(folder)
-    assert {"model.0.weight", "optimizer.0.weight.exp_avg", "train.step", "train.samples"} <= set(stored)
-    assert (folder / "config.toml").read_text() == "x = 1"
-    manifest = read_manifest(folder)
-    assert manifest["step"] == 1 and manifest["layout"] == {"dp_shard": 1}
-    assert manifest["versions"]["torch"] == torch.__version__
-    on_disk = {path.name: path.stat().st_size for path in folder.iterdir()}
-    written = {name: entry["bytes"] for name, entry in manifest["files"].items()}
-    assert written == {name: size for name, size in on_disk.items() if name != "manifest.json"}
 
 
 def test_only_complete_checkpoints_count_and_the_newest_stay(build, tmp_path):
@@ -163,10 +148,11 @@ def test_a_folder_without_a_checkpoint_is_none(build, tmp_path):
 
 def test_another_model_is_refused_by_name(build):
     run, checkpointer = Run(), build()
-    run.step()
-    run.save(checkpointer)
-    with pytest.raises(ValueError, match=r"step-00000001: model.0.weight is \[8, 4\] there and \[16, 4\]"):
-        resume(build(), Run(width=16).state)
+    run.step_and_save(checkpointer)
+    with pytest.raises(
+        ValueError, match=r"step-00000001: model.patch_embedding.weight is \[32, 80\] there and \[64"
+    ):
+        resume(build(), Run(dim=64).state)
 
 
 @pytest.mark.parametrize(
@@ -221,7 +207,7 @@ def test_the_process_listens_on_this_host_alone_and_ends_by_no_signal_to_all(bui
 
 def test_a_full_disk_and_the_death_of_the_process_cost_a_save_each(build, tmp_path, caplog, monkeypatch):
     """/dev/full takes no byte: a link to it stands where this rank's file will be."""
-    run, checkpointer = Run(width=200_000), build("async_with_pinned_mem")
+    run, checkpointer = Run(dim=128), build("async_with_pinned_mem")
     run.step_and_save(checkpointer)
     unfinished = tmp_path / "step-00000002.incomplete"
     unfinished.mkdir()
@@ -283,7 +269,7 @@ def test_without_shared_memory_a_thread_writes(build, tmp_path, monkeypatch):
 
 
 def test_host_memory_does_not_grow_with_saves(build):
-    run, checkpointer = Run(width=20_000), build("async_with_pinned_mem", keep=1)  # 2 MB with its moments
+    run, checkpointer = Run(dim=96), build("async_with_pinned_mem", keep=1)  # 5 MB with its moments
     run.step()
     sizes = []
     for save in range(25):
@@ -341,10 +327,8 @@ def test_a_save_leaves_no_second_team_of_threads(build, mode):
         workers = count_workers()
         checkpointer.save(1, tensors)
         checkpointer.wait()
-        deadline = time.monotonic() + 10  # a thread that has ended is gone a little later
-        while count_workers() > workers and time.monotonic() < deadline:
-            time.sleep(0.05)
-        assert count_workers() == workers and torch.get_num_threads() == 2
+        wait_until(lambda: count_workers() <= workers, 10)  # a thread that has ended is gone a little later
+        assert torch.get_num_threads() == 2
     finally:
         torch.set_num_threads(number)
 
@@ -391,17 +375,17 @@ if __name__ == "__main__":
     start_ranks(60, "gloo")
     checkpointer = Checkpointer(Path(sys.argv[1]), Checkpoint(), "", {})
     checkpointer.start_process()
+    while not (children := multiprocessing.active_children()):
+        time.sleep(0.001)
 """
 ORPHAN = """
-    child = checkpointer.process.started.result() or checkpointer.process.process._save_process.pid
-    os.kill(child, signal.SIGSTOP)  # as in a write that takes long
+    checkpointer.process.started.result()
+    os.kill(children[0].pid, signal.SIGSTOP)  # as in a write that takes long
     checkpointer.save(1, {"weight": torch.ones(2)})
-    print(child, flush=True)
+    print(children[0].pid, flush=True)
     os.kill(os.getpid(), signal.SIGKILL)
 """
 INTERRUPTED = """
-    while not (children := multiprocessing.active_children()):
-        time.sleep(0.001)
     for _ in range(10):
         os.kill(children[0].pid, signal.SIGINT)
         time.sleep(0.02)
@@ -415,19 +399,19 @@ def run_script(folder: Path, text: str) -> subprocess.CompletedProcess[str]:
     """In a fresh process."""
     script = folder / "script.py"
     script.write_text(SCRIPT + text)
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    command = [sys.executable, str(script), str(folder)]
-    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
+    return run_program(sys.executable, script, folder, PYTHONPATH=str(ROOT))
+
+
+def has_ended(child: str) -> bool:
+    status = Path(f"/proc/{child}/status")
+    return not status.exists() or "State:\tZ" in status.read_text()
 
 
 def test_a_process_that_writes_ends_with_its_trainer(tmp_path):
     """It wrote for seconds while the next start cleared the same folder."""
     done = run_script(tmp_path, ORPHAN)
     assert done.returncode == -signal.SIGKILL, done.stderr
-    status, end = Path(f"/proc/{int(done.stdout)}/status"), time.monotonic() + 5
-    while status.exists() and "State:\tZ" not in status.read_text() and time.monotonic() < end:
-        time.sleep(0.05)
-    assert time.monotonic() < end, done.stderr
+    wait_until(lambda: has_ended(done.stdout.strip()), 5)
     assert not complete_steps(tmp_path)
 
 
@@ -435,24 +419,185 @@ def test_a_process_that_writes_ends_with_its_trainer(tmp_path):
 def test_a_process_that_is_starting_ends_with_its_trainer(start_job, tmp_path):
     """It imported torch for seconds before it looked whether the trainer was there."""
     job = start_job(write_config(tmp_path), tmp_path / "run")
-    children, child = Path(f"/proc/{job.process.pid}/task"), Path()
-    words, end = b"", time.monotonic() + 60
-    while b"--multiprocessing-fork" not in words and time.monotonic() < end:
-        for path in children.glob("*/children"):
-            for pid in path.read_text().split() if path.exists() else ():
-                child = Path("/proc", pid)
-                with suppress(OSError):
-                    words = (child / "cmdline").read_bytes()
-        time.sleep(0.01)
+
+    def started() -> list[str]:
+        tasks = Path(f"/proc/{job.process.pid}/task").glob("*/children")
+        pids = [pid for path in tasks if path.exists() for pid in path.read_text().split()]
+        return [pid for pid in pids if b"--multiprocessing-fork" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+
+    wait_until(started)
+    (child,) = started()
     time.sleep(0.3)
     job.process.kill()
     job.process.wait()
     time.sleep(0.3)
-    status = child / "status"
-    assert not status.exists() or "State:\tZ" in status.read_text()
+    assert has_ended(child)
 
 
 def test_ctrl_c_does_not_end_a_process_that_is_starting(tmp_path):
     """In a fresh process: multiprocessing's resource tracker unblocks signals when it starts."""
     done = run_script(tmp_path, INTERRUPTED)
     assert done.stdout == "saved\n" and "Traceback" not in done.stderr, done.stderr
+
+
+# -- damage
+
+
+def shard(folder: Path) -> Path:
+    return next(folder.glob("*.distcp"))
+
+
+def truncate(folder: Path) -> None:
+    os.truncate(shard(folder), shard(folder).stat().st_size - 1)
+
+
+def flip_a_bit(folder: Path) -> None:
+    content = bytearray(shard(folder).read_bytes())
+    content[len(content) // 2] ^= 1
+    shard(folder).write_bytes(content)
+
+
+def flip_the_manifest(folder: Path) -> None:
+    path = folder / "manifest.json"
+    path.write_text(path.read_text().replace('"ranks": 1', '"ranks": 3'))
+
+
+class Code:
+    """Unpickled, it would run a command."""
+
+    def __reduce__(self):
+        return os.system, ("touch ran",)
+
+
+def craft(folder: Path) -> None:
+    """A `.metadata` that runs a command, under a manifest made for it."""
+    (folder / ".metadata").write_bytes(pickle.dumps(Code()))
+    manifest = read_manifest(folder)
+    files = {name: (entry["bytes"], entry["crc32"]) for name, entry in manifest.pop("files").items()}
+    files[".metadata"] = ((folder / ".metadata").stat().st_size, crc32_of(folder / ".metadata"))
+    write_manifest(folder, manifest, files)
+
+
+HARMS = [
+    (truncate, "__0_0.distcp: has"),
+    (flip_a_bit, "__0_0.distcp: its bytes are not those"),
+    (lambda folder: shard(folder).unlink(), "__0_0.distcp: is missing"),
+    (lambda folder: (folder / "manifest.json").unlink(), "manifest.json: cannot be read: No such file"),
+    (flip_the_manifest, "manifest.json: its checksum"),
+    (lambda folder: os.truncate(folder / "manifest.json", 5), "manifest.json: cannot be read"),
+    (craft, ".metadata: refused: contains posix.system"),
+]
+
+
+@pytest.mark.parametrize(("harm", "said"), HARMS)
+def test_a_damaged_checkpoint_is_named(build, tmp_path, caplog, monkeypatch, harm, said):
+    """And the one before it taken."""
+    monkeypatch.chdir(tmp_path)
+    run, checkpointer = Run(), build()
+    run.step_and_save(checkpointer, 2)
+    harm(step_folder(tmp_path, 2))
+    other = Run(seed=1)
+    assert resume(build(), other.state) and other.state.progress.step == 1
+    lines = [record.getMessage() for record in caplog.records if "set aside" in record.getMessage()]
+    assert len(lines) == 1 and said in lines[0] and "\n" not in lines[0]
+    assert (tmp_path / "step-00000002.damaged").is_dir() and complete_steps(tmp_path) == [1]
+    assert not (tmp_path / "ran").exists()
+
+
+def test_with_only_damaged_checkpoints_nothing_starts_over(build, tmp_path):
+    run, checkpointer = Run(), build()
+    run.step_and_save(checkpointer)
+    truncate(step_folder(tmp_path, 1))
+    for _ in range(2):  # not at the next start either
+        with pytest.raises(ValueError, match=r"no checkpoint is left .* \(step-00000001.damaged\)"):
+            resume(build(), Run().state)
+
+
+def test_objects_that_are_no_tensors_are_refused(one_rank, tmp_path):
+    """DCP would unpickle them without a list."""
+    state_dict_saver.save({"a": torch.zeros(2), "b": {"c": "text"}}, checkpoint_id=str(tmp_path))
+    with pytest.raises(Damaged, match="refused: contains .*BytesStorageMetadata|b.c is no tensor"):
+        stored_tensors(tmp_path)
+
+
+def test_checkpoints_are_read_and_pruned_without_locks(build, tmp_path, caplog, monkeypatch):
+    """Which is said; a checkpoint on such a file system was taken for damaged."""
+    monkeypatch.setattr(fcntl, "flock", Mock(side_effect=OSError(errno.ENOLCK, "No locks available")))
+    run, checkpointer = Run(), build("disabled", keep=1)
+    run.step_and_save(checkpointer, 2)
+    other = Run(seed=1)
+    assert resume(build(), other.state) and other.state.progress.step == 2 and complete_steps(tmp_path) == [2]
+    lock_folder(tmp_path)
+    assert "cannot be locked" in caplog.text
+
+
+def test_fewer_steps_than_the_folder_holds_is_an_error(tmp_path):
+    step_folder(tmp_path, 100).mkdir()
+    (step_folder(tmp_path, 100) / "manifest.json").touch()
+    check_steps(tmp_path, 100, saves=True)
+    with pytest.raises(ValueError, match="training.steps = 60: .* already has step 100"):
+        check_steps(tmp_path, 60, saves=True)
+
+
+def test_links_and_strangers_among_checkpoints_are_left_alone(build, tmp_path, caplog):
+    folder, elsewhere = tmp_path / "checkpoints", tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    (elsewhere / "precious").write_text("not ours")
+    folder.mkdir()
+    (folder / "step-00000900").symlink_to(elsewhere)
+    (folder / "step-00000800.incomplete").symlink_to(elsewhere)
+    (folder / "step-00000700").write_text("a file")
+    (folder / "notes").mkdir()
+    before = sorted(folder.iterdir())
+    run, checkpointer = Run(), build("disabled", folder=folder)
+    assert not resume(checkpointer, run.state)
+    run.step_and_save(checkpointer)
+    assert complete_steps(folder) == [1]
+    assert (elsewhere / "precious").exists() and set(before) < set(folder.iterdir())
+    assert caplog.text.count("left alone") == 4
+
+
+def test_a_rollback_removes_what_a_process_reads(build, tmp_path):
+    """It stayed the newest: a restart resumed from the bad weights, and saving that step again failed."""
+    run, checkpointer = Run(), build("disabled", keep=0)
+    run.step_and_save(checkpointer, 3)
+    tensors = run.state.state_dict()
+    with lock(step_folder(tmp_path, 3)):
+        checkpointer.restart(1)
+        assert checkpointer.newest() == 1 and complete_steps(tmp_path) == [1]
+        with pytest.raises(DataError, match="step-00000003/.metadata: cannot be read: No such file"):
+            read_tensors(step_folder(tmp_path, 3), tensors)
+        checkpointer.save(3, tensors)
+        assert not checkpointer.last_error and checkpointer.newest() == 3
+    assert resume(build("disabled"), Run().state) and not list(tmp_path.glob("*.deleting"))
+
+
+@pytest.mark.parametrize("name", ["manifest.json", "__0_0.distcp", ".metadata"])
+def test_a_checkpoint_that_may_not_be_read_is_not_set_aside(build, tmp_path, monkeypatch, name):
+    run, checkpointer = Run(), build()
+    run.step_and_save(checkpointer, 2)
+    real = Path.open
+
+    def forbid(path: Path, *arguments, **options):
+        if path == step_folder(tmp_path, 2) / name:
+            raise PermissionError(errno.EACCES, "Permission denied", str(path))
+        return real(path, *arguments, **options)
+
+    monkeypatch.setattr(Path, "open", forbid)
+    with pytest.raises(DataError, match=f"step-00000002/{name}: permission denied; give the user") as caught:
+        resume(build(), Run().state)
+    assert not isinstance(caught.value, Damaged) and complete_steps(tmp_path) == [1, 2]
+
+
+def test_a_file_without_permission_is_one_line():
+    """Also where no code expects it: metrics.jsonl, or the folder of a run."""
+    line = one_line(PermissionError(errno.EACCES, "Permission denied", "runs/metrics.jsonl"))
+    assert line and line.startswith("runs/metrics.jsonl: permission denied")
+    assert one_line(OSError(28, "full")) is None
+
+
+@pytest.mark.parametrize("content", [b"\xff\xfe\x00", b"[model"])
+def test_a_configuration_that_cannot_be_read_is_damage(tmp_path, content):
+    (tmp_path / "config.toml").write_bytes(content)
+    with pytest.raises(Damaged):
+        Identity.of(tmp_path)

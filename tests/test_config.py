@@ -1,22 +1,33 @@
-"""Bad input ends in one line that names key, value and fix, before any rank starts."""
+"""Values reach the configuration from defaults, files and the command line, and come out again as TOML; bad
+input ends in one line that names key, value and fix, before any rank starts; calls from another folder.
+"""
 
+import dataclasses
+import gc
+import math
 import os
 import resource
 import shlex
-import subprocess
 import sys
+import time
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any, Literal, get_args, get_origin
 
 import pytest
+import tomli
 
-from command_line import load_config
-from config import Compile, Config, Parallelism
-from errors import one_line_errors
+import config
+from command_line import help_text, load_config, split_options, start, to_toml
+from config import DEFAULT_CONFIG, PATHS, SECTIONS, Compile, Config, Parallelism, Range, in_project
+from datasets.convert import SIMULATED_PATH
+from errors import ConfigError, one_line_errors, without_secrets
+from plan import OPTIONS as PLAN
 from planning import start_checks
 from tests.sample_archives import analyses, weatherbench
-from training.config_checks import load_checked
-
-ROOT = Path(start_checks.__file__).parents[1]
+from tests.started_jobs import ROOT, run_program, write_config
+from training.config_checks import check, load_checked
+from training.run_folder import start_warnings
 
 GOOD = """
 [data]
@@ -239,11 +250,7 @@ RANKS = [
     ({"NGPU": "4"}, f"{SHARD} 3", "shard_degree = 3: the run has 4 rank(s)"),
     ({"NGPU": "1000000"}, "", "NGPU = 1000000: processes on a machine of"),
     ({"NGPU": "5"}, "--parallelism.tensor_parallel_degree 5", "does not divide model.num_heads"),
-    (
-        {"WORLD_SIZE": "64"},
-        "--parallelism.tensor_parallel_degree 24",
-        "degree = 1 or 2 or 4 with",
-    ),  # of 4 heads
+    ({"WORLD_SIZE": "64"}, "--parallelism.tensor_parallel_degree 24", "degree = 1 or 2 or 4 with"),
     ({"NGPU": "2"}, f"--model.attention_windows [[1,0]] {RING}", "method = 'ring'"),
     ({"NGPU": "8"}, "--parallelism.context_parallel_degree 8", 'or context_parallel_method = "all_gather"'),
     ({"NGPU": "2", "NNODES": "2"}, f"{REPLICATE} 3", "the run has 4 rank(s)"),
@@ -258,13 +265,7 @@ RANKS = [
 
 
 @pytest.mark.parametrize(("environment", "args", "expected"), RANKS)
-def test_bad_ranks(
-    environment: dict[str, str],
-    args: str,
-    expected: str,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_bad_ranks(environment: dict[str, str], args: str, expected: str, capsys, monkeypatch) -> None:
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
     assert expected in refusal(["--job.config_file=good.toml", *shlex.split(args)], capsys)
@@ -276,9 +277,7 @@ def test_more_ranks_than_gpus(capsys: pytest.CaptureFixture[str], monkeypatch: p
     assert "NGPU = 2: this machine has 1 GPU(s)" in refusal(["--job.config_file=good.toml"], capsys)
 
 
-def test_one_rank_of_a_host_reports_without_a_launcher(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_one_rank_of_a_host_reports_without_a_launcher(capsys, monkeypatch, tmp_path: Path) -> None:
     """The first to find it: an error on rank 1 alone was reported nowhere."""
     monkeypatch.setenv("MASTER_PORT", str(os.getpid()))
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
@@ -324,14 +323,11 @@ def test_bad_start(program: str, ranks: int, args: str, expected: str, folder: P
     python.write_text(f'#!/bin/sh\necho "$@" >> {started}\nexec {sys.executable} "$@"\n')
     python.chmod(0o755)
     # A rank without MASTER_ADDR: joining a process group would end in a traceback.
-    env = os.environ | {"ROSSBY_PYTHON": str(python), "NGPU": str(ranks), "RANK": "0"}
-    env.pop("MASTER_ADDR", None)
+    environment = {"ROSSBY_PYTHON": str(python), "NGPU": str(ranks), "RANK": "0"}
     command = [program] if program.startswith("./") else [str(python), program]
-    own_file = ["--job.config_file", str(folder / "good.toml")]
+    words = ["--job.config_file", str(folder / "good.toml"), *args.split()]
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
-    done = subprocess.run(
-        [*command, *own_file, *args.split()], cwd=ROOT, env=env, capture_output=True, text=True, timeout=60
-    )
+    done = run_program(*command, *words, **environment)
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
     assert done.returncode == 2, done.stderr
     assert done.stdout == "" and len(done.stderr.splitlines()) == 1, done.stderr
@@ -350,14 +346,315 @@ def test_bad_start(program: str, ranks: int, args: str, expected: str, folder: P
         ("2.13.0+cpu", "ZBVZeroBubble", True, False),
     ],
 )
-def test_schedules_that_an_older_torch_cannot_run(
-    version: str, schedule: str, compiled: bool, refused: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_schedules_that_an_older_torch_cannot_run(version, schedule, compiled, refused, monkeypatch) -> None:
     monkeypatch.setattr("torch.__version__", version)
-    parallelism = Parallelism(pipeline_parallel_degree=2, pipeline_parallel_schedule=schedule)  # type: ignore[arg-type]
+    parallelism = Parallelism(pipeline_parallel_degree=2, pipeline_parallel_schedule=schedule)
     config = Config(parallelism=parallelism, compile=Compile(compiled))
     if not refused:
         start_checks.check_machine(config)
         return
     with pytest.raises(ValueError, match=f"pipeline_parallel_schedule = '{schedule}': .*torch 2.11.0"):
         start_checks.check_machine(config)
+
+
+# -- values
+
+
+def load(args: str) -> Config:
+    return load_checked(["--job.config_file", "good.toml", *shlex.split(args)])
+
+
+def test_precedence(folder: Path) -> None:
+    """Default < extended file < file < command line; a file extends relative to itself."""
+    (folder / "sub").mkdir()
+    (folder / "sub/over.toml").write_text('extends = "../base.toml"\n[training]\nsteps = 20\nseed = 2\n')
+    (folder / "base.toml").write_text(GOOD + "[training]\nsteps = 10\nseed = 1\nlocal_batch_size = 4\n")
+    loaded = load_checked(["--job.config_file", "sub/over.toml", "--training.steps", "30"])
+    training = loaded.training
+    assert (training.steps, training.seed, training.local_batch_size) == (30, 2, 4)
+    assert loaded.model.patch_size == (2, 2) and loaded.dump_folder == ROOT / "outputs/over"
+
+
+def test_a_file_anywhere_extends_one_of_the_project(folder: Path) -> None:
+    (folder / "mine.toml").write_text('extends = "train_configs/demo_unet.toml"')
+    assert load_checked(["--job.config_file", "mine.toml"]).model.name == "unet"
+
+
+@pytest.mark.parametrize(
+    ("args", "key", "value"),
+    [
+        ("--training.steps 7", "training.steps", 7),
+        ("--optimizer.lr 1", "optimizer.lr", 1.0),
+        ("--optimizer.lr=1e-4", "optimizer.lr", 1e-4),
+        ("--training.global_batch_size -1", "training.global_batch_size", -1),
+        ("--checkpoint.enable", "checkpoint.enable", True),
+        ("--checkpoint.enable --training.steps 3", "checkpoint.enable", True),
+        ("--checkpoint.enable --training.steps 3", "training.steps", 3),
+        ("--training.steps 3 --training.steps=4", "training.steps", 4),  # the later wins
+        ("--checkpoint.enable --checkpoint.enable false", "checkpoint.enable", False),
+        ("--model.qk_norm false --training.steps 3", "model.qk_norm", False),
+        ("--model.qk_norm=FALSE", "model.qk_norm", False),
+        ("--data.levels '[500,1000]'", "data.levels", (500, 1000)),
+        ("--data.forcings []", "data.forcings", ()),
+        ("--data.variables='[\"2m_temperature\"]'", "data.variables", ("2m_temperature",)),
+        ("--data.path=a=b", "data.path", "a=b"),
+        ("--job.dump_folder=--odd", "job.dump_folder", "--odd"),
+        ("--model.position rotary", "model.position", "rotary"),
+    ],
+)
+def test_values_on_the_command_line(args: str, key: str, value: Any) -> None:
+    section, name = key.split(".")
+    found = getattr(getattr(load(args), section), name)
+    assert found == value and type(found) is type(value)
+
+
+def test_help_names_every_key_with_type_default_and_meaning() -> None:
+    lines = help_text(config.SECTIONS).splitlines()
+    for section, cls in config.SECTIONS.items():
+        for field in dataclasses.fields(cls):
+            i = next(i for i, line in enumerate(lines) if line.startswith(f"  --{section}.{field.name}  ("))
+            assert "; default " in lines[i]
+            assert len(lines[i + 1].strip()) > 8, f"{section}.{field.name} has no help text"
+
+
+def test_help_ends_with_0_whatever_else_is_asked(capsys: pytest.CaptureFixture[str]) -> None:
+    lr, path = "--optimizer.lr  (number above 0; default 0.001)", "--forecast.path"
+    for words, shown in (
+        ("--help", {lr, path}),
+        ("--training.stepz -h", {lr, path}),
+        ("-h forecast", {path}),
+    ):
+        with pytest.raises(SystemExit) as end:
+            start(words.split(), "", check)
+        text = capsys.readouterr().out
+        assert end.value.code == 0 and {each for each in (lr, path) if each in text} == shown
+
+
+ANSWERS = [("train", "--help"), *((verb, "--training.stepz=3") for verb in ("plan", "forecast", "evaluate"))]
+
+
+@pytest.mark.parametrize(("verb", "asked"), ANSWERS)
+def test_verbs_answer_without_torch(verb: str, asked: str) -> None:
+    """Under a second of processor time; it was four."""
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    done = run_program(sys.executable, f"{verb}.py", asked)
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    assert done.returncode == (2 if "stepz" in asked else 0), done.stderr
+    assert "training.steps" in done.stderr if "stepz" in asked else "steps" in done.stdout
+    assert after.ru_utime - before.ru_utime < 1.0
+
+
+def test_verbs_collect_garbage_again_once_all_is_imported(folder: Path) -> None:
+    """`answer_early` turns it off."""
+    gc.disable()
+    start(["--job.config_file=good.toml"], "", check)
+    assert gc.isenabled()
+
+
+def test_the_resolved_configuration_loads_again_to_the_same(folder: Path) -> None:
+    """The resolved copy repeats the run, from any place and into the same folder."""
+    args = ["--job.config_file=good.toml", "--optimizer.lr=3e-7"]
+    args += ["--job.dump_folder", 'runs/a "b"', "--checkpoint.enable"]
+    args += ["--training.variable_weights=[1,0.5,2]"]
+    (folder / "resolved.toml").write_text(to_toml(load_checked(args)))
+    first, again = load_checked(args), load_checked(["--job.config_file", "resolved.toml"])
+    assert dataclasses.replace(again, job=first.job) == first
+    assert again.dump_folder == folder / first.dump_folder
+    assert to_toml(again) == to_toml(first)
+
+
+def test_what_may_waste_a_run_is_a_warning() -> None:
+    assert start_warnings(load("--training.steps 100 --lr_scheduler.warmup_steps 100")) == []
+    options = "--parallelism.cpu_offload --training.mixed_precision_reduce bfloat16"
+    (unused,) = start_warnings(load(options), False)
+    assert "parallelism.cpu_offload, training.mixed_precision_reduce" in unused
+    options = "--checkpoint.enable false --training.steps 100 --lr_scheduler.warmup_steps 101"
+    kept, warmup = start_warnings(load(options))
+    assert "checkpoint.enable" in kept and "lr_scheduler.warmup_steps" in warmup
+
+
+# -- calls from another folder: paths on the command line are relative to it, others to the project
+
+
+PERIOD = '--forecast.period ["2020-01-01","2020-01-02"]'
+
+
+@pytest.fixture
+def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder with my.toml and era5.zarr, and with modules of its own that are named like ours."""
+    write_config(tmp_path).rename(tmp_path / "my.toml")
+    (tmp_path / "wb.zarr").rename(tmp_path / "era5.zarr")
+    for name in ("config.py", "datasets.py", "train.py"):
+        (tmp_path / name).write_text("raise ImportError('not the project')\n")
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.mark.slow
+def test_a_run_from_another_folder(elsewhere: Path) -> None:
+    """Two ranks, so that the check, the launcher and the ranks all find the same."""
+    files = ["--job.config_file", "my.toml", "--data.path", "era5.zarr", "--job.dump_folder", "run"]
+    options = [*files, "--training.steps=2", "--checkpoint.enable=false"]
+    done = run_program(ROOT / "run_train.sh", *options, cwd=elsewhere, NGPU="2")
+    assert done.returncode == 0, done.stderr
+    written = tomli.loads((elsewhere / "run/config.toml").read_text())
+    assert written["data"]["path"] == str(elsewhere / "era5.zarr")
+    assert written["job"]["dump_folder"] == str(elsewhere / "run")
+
+
+def test_a_link_to_the_door_leads_to_the_project(elsewhere: Path) -> None:
+    link = elsewhere / "rossby-train"
+    link.symlink_to(ROOT / "run_train.sh")
+    shown = run_program(link, "--training.stepz=3", cwd=elsewhere, NGPU="1")
+    assert shown.returncode == 2 and "training.steps" in shown.stderr
+
+
+@pytest.mark.parametrize(
+    ("verb", "arguments", "said"),
+    [
+        ("forecast.py", f"--job.config_file my.toml --data.path era5.zarr {PERIOD}", f"{ROOT}/outputs/my"),
+        ("plan.py", "--cluster here1 --clusters machines.toml", "machines.toml"),
+    ],
+)
+def test_verbs_from_another_folder(elsewhere: Path, verb: str, arguments: str, said: str) -> None:
+    done = run_program(sys.executable, ROOT / verb, *arguments.split(), cwd=elsewhere)
+    # With torch 2.15 Triton's nanobind adds, as Python ends, what it takes for leaks.
+    lines = done.stderr.partition("nanobind: leaked")[0].splitlines()
+    assert done.returncode == 2 and len(lines) == 1, done.stderr
+    assert said in done.stderr
+
+
+def test_paths_of_a_file_begin_at_the_project(elsewhere: Path) -> None:
+    """Written and read again they name the same place, from the project's folder too."""
+    (elsewhere / "my.toml").write_text("""
+[job]
+dump_folder = "runs/a"
+[data]
+path = "../shared/era5.nc"
+static_path = "gs://bucket/static.zarr"
+variables = ["2m_temperature"]
+""")
+    argv = ["--job.config_file", "my.toml", "--forecast.checkpoint", "run"]
+    config = load_checked(argv)
+    assert config.data.path == f"{ROOT}/../shared/era5.nc"
+    assert config.data.static_path == "gs://bucket/static.zarr"
+    assert config.dump_folder == ROOT / "runs/a" and config.forecast.checkpoint == "run"
+    (elsewhere / "again.toml").write_text(to_toml(config))
+    os.chdir(ROOT)
+    again = load_checked(["--job.config_file", str(elsewhere / "again.toml")])
+    assert again.data.path == config.data.path and again.dump_folder == config.dump_folder
+    assert again.forecast.checkpoint == str(elsewhere / "run")
+
+
+def test_what_the_project_has_is_found_from_anywhere(elsewhere: Path) -> None:
+    config = load_checked([])
+    assert config.job.config_file == str(ROOT / DEFAULT_CONFIG) and config.data.path == "simulated"
+    assert config.dump_folder == ROOT / "outputs/demo"
+    assert in_project(SIMULATED_PATH) == str(ROOT / SIMULATED_PATH)
+    os.chdir(ROOT)
+    assert load_checked([]).dump_folder == Path("outputs/demo")
+
+
+def test_every_key_that_is_a_path_is_known() -> None:
+    """By its name: one that is added later has to be listed, or to be no path."""
+    keys = [(section, key) for section, cls in vars(load_checked([])).items() for key in vars(cls)]
+    endings = ("path", "paths", "folder", "checkpoint", "file")
+    named = {pair for pair in keys if pair[1].split("_")[-1] in endings}
+    assert named == {*PATHS, ("job", "config_file")}
+
+
+# -- every key of the schema, with values that its type cannot mean
+
+
+LONG = "[" + ",".join(["1"] * 20_000) + "]"
+NUMBERS = ["1" + "0" * 18, "1" + "0" * 30, "-1" + "0" * 30]
+FLOATS = ["nan", "inf", "-inf", "1e309", "1e300"]
+TEXTS = ["x" * 300, "a\0b", "a\ud800b", "a\nb", "\x1b[31m"]
+LISTS = ["[[1]]", '[["a"]]', LONG, "[", "{}", "[{a = 1}]", "1"]
+
+
+def kinds() -> Iterator[tuple[str, Any, Range | None]]:
+    for section, cls in SECTIONS.items():
+        for field in dataclasses.fields(cls):
+            kind, bounds = field.type, None
+            assert not isinstance(kind, str)
+            if hasattr(kind, "__metadata__"):
+                kind, bounds = kind.__origin__, kind.__metadata__[0]
+            yield f"{section}.{field.name}", kind, bounds
+
+
+def bad_values() -> Iterator[tuple[str, str]]:
+    for key, kind, bounds in kinds():
+        if get_origin(kind) is tuple:
+            values = [*LISTS]
+            inner = get_args(kind)[0]
+            if getattr(inner, "__origin__", inner) is not str:
+                values = [*LISTS, *(f"[{number}]" for number in NUMBERS)]
+            else:
+                values = [*LISTS, f'["{"x" * 300}"]', '["a\\u0000b"]', '["a\\nb"]']
+        elif kind is bool:
+            values = ["yes", "1", "", "[true]"]
+        elif kind is int:
+            values = [*NUMBERS, "1.5", "inf", "nan", "", "one", "0x", LONG]
+        elif kind is float:
+            values = [*FLOATS, "", "one", "[1.0]"]
+        elif get_origin(kind) is Literal:
+            values = ["", "x" * 300, "a\0b", "a\nb", "[]"]
+        else:
+            values = [*TEXTS]
+        ends = (bounds.low - 1, bounds.low, bounds.high, bounds.high + 1) if bounds else ()
+        values += [str(kind(e)) for e in ends if math.isfinite(e) and bounds and not bounds.admits(kind(e))]
+        yield from ((key, value) for value in values)
+
+
+CASES = list(bad_values())
+
+
+def test_the_schema_is_fuzzed_whole():
+    assert len({key for key, _ in CASES}) > 100 and len(CASES) > 500
+
+
+def test_every_bad_value_is_one_line_and_quick():
+    """In one test: a thousand of them take seconds, a thousand tests a minute."""
+    accepted, ugly = [], []
+    for key, value in CASES:
+        began = time.monotonic()
+        try:
+            load_checked([f"--{key}={value}"])
+        except ConfigError as error:
+            text = str(error)
+            if key.partition(".")[2] not in text or len(text) > 1000 or "\n" in text:
+                ugly.append((key, value[:40], text[:200]))
+        else:
+            accepted.append((key, value[:40]))
+        assert time.monotonic() - began < 5, (key, value[:40])
+    assert not accepted, accepted
+    assert not ugly, ugly
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "https://user:pa55@example.org/era5.zarr",
+        "s3://AKIA123:pa55@bucket/era5.zarr",
+        "https://example.org/era5.zarr?X-Amz-Signature=pa55&sig=pa55",
+        "az://container/x?sv=2020&sig=pa55",
+    ],
+)
+def test_credentials_of_a_url_are_not_shown(text):
+    hidden = without_secrets(f"data.path = '{text}': cannot be read")
+    assert "pa55" not in hidden and "AKIA" not in hidden and "***" in hidden
+    assert hidden.endswith("cannot be read")
+
+
+def test_what_is_no_secret_stays():
+    text = "gs://weatherbench2/datasets/era5/1959-2022-6h-1440x721.zarr?project=x and a@b"
+    assert without_secrets(text) == text
+
+
+def test_own_options_of_a_verb():
+    for argv in (["--world_size", "1" + "0" * 30], ["--world_size", "x"], ["--world_size"]):
+        with pytest.raises(ConfigError):
+            split_options(argv, PLAN)
+    with pytest.raises(ConfigError):
+        split_options(["--export"], dict(export=""))

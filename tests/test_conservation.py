@@ -7,18 +7,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from checkpoints.export import OneStep, export_program
-from config import Model
 from datasets.channels import Channels
 from datasets.conditions import Conditions
 from datasets.grid import Grid, area_weights, global_grid
 from datasets.normalization import Normalizer
 from datasets.statistics import Statistics
 from errors import DataError
-from models.initialization import init_weights
-from models.registry import build_model
+from tests.parity import fields_of
 from training.conservation import build_conservation
-from verification.rollout import model_forecast, rollout
+from verification.rollout import rollout
 
 NAMES = ["total_column_water_vapour", "2m_temperature", "surface_pressure"]
 MEAN, STD, CHANGE = np.array([[18.0, 279.0, 96_700.0], [16.0, 21.0, 9_500.0], [2.4, 2.3, 240.0]])
@@ -28,8 +25,7 @@ CHANNELS = Channels(tuple(NAMES))
 
 def statistics(shape: tuple[int, int]) -> Statistics:
     """About those of ERA5, for 6 h."""
-    nothing, field = np.zeros(0, "datetime64[s]"), np.zeros((3, *shape), np.float32)
-    return Statistics(MEAN, STD, CHANGE, field, dates=nothing, fingerprint="")
+    return replace(fields_of(shape).statistics, mean=MEAN, std=STD, change_std=CHANGE)
 
 
 def normalizer_of(grid: Grid, *quantities: str) -> Normalizer:
@@ -41,12 +37,6 @@ def global_means(fields: Tensor, grid: Grid) -> np.ndarray:
     """(..., V, H, W) -> (..., V), in float64."""
     weights = area_weights(grid.latitude)[:, None] / grid.shape[1]
     return (fields.double().numpy() * weights).sum((-2, -1)) / grid.shape[0]
-
-
-def described(step: OneStep, grid: Grid) -> dict:
-    """The part of model.json that a program of three variables is exported with."""
-    about = {"variables": list(NAMES), "history": 1, "inputs": step.inputs}
-    return about | {"latitude": grid.latitude.tolist(), "longitude": grid.longitude.tolist()}
 
 
 def weather(grid: Grid, batch: int = 2) -> Tensor:
@@ -77,8 +67,7 @@ def test_total_water_of_a_column_with_a_known_integral():
     sine = np.sin(np.deg2rad(grid.latitude))[:, None] * np.ones(8)
     humidity = (a * pressure + b)[:, None, None] * sine**2 + 1e-4 * sine
     fields = np.concatenate([sine[None], humidity])
-    nothing, zero = np.zeros(0, "datetime64[s]"), np.zeros((4, *grid.shape), np.float32)
-    known = Statistics(0 * changes, changes, changes, zero, dates=nothing, fingerprint="")
+    known = replace(fields_of(grid.shape, tuple(names)).statistics, std=changes, change_std=changes)
     conservation = build_conservation(["total_water"], names, known, area_weights(grid.latitude))
     assert conservation is not None
     output = torch.from_numpy(fields / changes[:, None, None])
@@ -118,24 +107,6 @@ def test_forty_steps_do_not_drift(quantity):
         return np.abs(means @ factor - (means @ factor)[0]).max() / CHANGE[2]
 
     assert drift(quantity) < 1e-6 and drift() > 0.1
-
-
-def test_an_exported_program_and_validations_conserve_too(tmp_path):
-    grid = global_grid((12, 24))
-    normalizer, conditions = normalizer_of(grid, "dry_mass"), Conditions([], CHANNELS, grid)
-    model = build_model(Model(dim=32, num_layers=1, attention_backend="math"), 3, 0, grid.shape, True)
-    model.to_empty(device="cpu")
-    init_weights(model, 0)
-    start, times = weather(grid, 3), torch.zeros(3, dtype=torch.int64)
-    with torch.no_grad():
-        step = OneStep(model, normalizer, conditions)
-        export_program(tmp_path / "step.pt2", step, described(step, grid))
-        after = torch.export.load(tmp_path / "step.pt2").module()(start, times)
-        (forecast,) = model_forecast(model.predict, normalizer, conditions, 6 * HOUR)(start, times, [1])
-    torch.testing.assert_close(after, forecast)
-    changes = global_means(after, grid) - global_means(start, grid)
-    np.testing.assert_allclose(changes[:, 2] - 9.80665 * changes[:, 0], 0, atol=1e-3)  # of 1e5 Pa in float32
-    assert np.abs(changes[:, 0]).min() > 1e-3
 
 
 def test_missing_values_are_refused():

@@ -1,24 +1,22 @@
-"""Every command that a document shows: its options exist, and it runs, or says what it needs to be run."""
+"""Commands of documents: options exist, and they run or say what they need; toys of CONTRIBUTING.md."""
 
 import dataclasses
 import importlib.util
 import re
 import shlex
-import subprocess
 import sys
 from dataclasses import dataclass
-from itertools import takewhile
+from itertools import pairwise, takewhile
 from pathlib import Path
 
 import pytest
-from torch.distributed.run import parse_args
 
 import evaluate
 import forecast
 import plan
 from command_line import load_config, split_options
 from config import SECTIONS
-from tests.started_jobs import ROOT
+from tests.started_jobs import ROOT, records, run_program
 from tests.test_house import tracked_files
 
 PAGES = [
@@ -32,8 +30,14 @@ STARTS = ("./run_train.sh", "./run_tests.sh", ".venv/bin/", "benchmarks/", "sbat
 OPTIONS = {"forecast.py": forecast.OPTIONS, "evaluate.py": evaluate.OPTIONS, "plan.py": plan.OPTIONS}
 OPTIONS["scripts/sweep.py"] = dict(trials=20, folder="outputs/sweep")
 DEMO = "train_configs/demo.toml"
-BEGUN = ("era5_try.toml", "era5_baseline.toml", "mine.toml")  # that the reader of a page writes
-NOT_OURS = ("ruff", "pyright", "python", "tensorboard")  # whose options are theirs
+BEGUN = (
+    "era5_try.toml",
+    "era5_baseline.toml",
+    "mine.toml",
+    "task.sh",
+    "F",
+)  # that the reader of a page writes
+NOT_OURS = ("ruff", "pyright", "tensorboard", "srun")  # whose options are theirs
 
 
 @dataclass(frozen=True)
@@ -78,65 +82,28 @@ def is_command(text: str) -> bool:
     return re.sub(r"^((\w+=\S*|until) )+", "", text).startswith(STARTS)
 
 
-def is_cheap(command: Command) -> bool:
-    return "needs " not in command.comment and not command.inline
-
-
 def check_options(words: list[str]) -> None:
     """ConfigError, SystemExit or an assertion: the program would refuse these words."""
-    program, *rest = (DEMO if word in BEGUN else word for word in words)
-    if program == "sbatch":
-        assert (ROOT / rest[0]).is_file(), rest
-        check_verb("train.py", rest[1:])
-    elif program == "srun":
-        if "train.py" in rest:
-            check_verb("train.py", rest[rest.index("train.py") + 1 :])
-    elif program in ("./run_train.sh", "./run_tests.sh") or program.startswith("benchmarks/"):
-        check_verb(program.removeprefix("./"), rest)
-    elif program in (PYTHON, "python") and rest[0] == "-m":
-        check_module(rest[1], rest[2:])
-    elif program == PYTHON:
-        check_verb(rest[0], rest[1:])
-    else:
-        assert program.removeprefix(".venv/bin/") in NOT_OURS, program
-
-
-def check_module(name: str, arguments: list[str]) -> None:
-    if name == "jobs.torchrun":
-        launched = parse_args(arguments)
-        words = launched.training_script_args
-        if launched.module:
-            check_module(launched.training_script, words)
-        else:
-            check_verb(launched.training_script, words)
-    elif name == "planning.start_checks":
-        load_config(arguments)
-    elif name == "pip":
-        assert arguments[-1] in (ROOT / "requirements-extras.txt").read_text(), arguments
-    else:
-        assert importlib.util.find_spec(name), name
-
-
-def check_verb(script: str, arguments: list[str]) -> None:
-    assert (ROOT / script).is_file(), script
-    words = [DEMO if word == "F" else word for word in arguments]
-    if script.startswith("benchmarks/") or script == "run_tests.sh":
-        check_named(script, words)
-    elif "--help" not in words:
-        own, rest = OPTIONS.get(script), words
-        if own:
-            _, rest = split_options(words, own)
-        named = ["--job.config_file"] if script == "scripts/sweep.py" and not rest[0].startswith("-") else []
-        load_config([*named, *rest])
-
-
-def check_named(script: str, words: list[str]) -> None:
-    """Options of a benchmark stand in its source, or in that of the module that it starts."""
-    path = ROOT / script
-    source = "".join(each.read_text() for each in path.parent.glob(f"{path.stem}.*"))
-    for word in words if script != "run_tests.sh" else []:
-        named = (f'"{word}"', f'"{word[2:]}":', f"{word[2:]}=")  # of argparse, or of results_file.parse
-        assert not word.startswith("--") or any(each in source for each in named), (script, word)
+    words = [DEMO if word in BEGUN else word for word in words]
+    files = [word.removeprefix("./") for word in words if word.endswith((".py", ".sh", ".sbatch"))]
+    assert all((ROOT / file).is_file() for file in files), files
+    modules = [name for option, name in pairwise(words) if option == "-m"]
+    assert all(importlib.util.find_spec(name) for name in modules if not files), modules
+    if words[-2:-1] == ["install"]:
+        assert words[-1] in (ROOT / "requirements-extras.txt").read_text(), words
+    if not files:
+        assert modules or Path(words[0]).name in NOT_OURS, words
+        return
+    script, rest = files[0], words[[word.endswith(files[0]) for word in words].index(True) + 1 :]
+    if script.startswith("benchmarks/"):
+        # Options of a benchmark stand in its source, or in that of the module that it starts.
+        source = "".join(path.read_text() for path in ROOT.glob(f"{script.rpartition('.')[0]}.*"))
+        for word in rest:
+            named = (f'"{word}"', f'"{word[2:]}":', f"{word[2:]}=")  # of argparse, or of results_file.parse
+            assert not word.startswith("--") or any(each in source for each in named), (script, word)
+    elif script != "run_tests.sh" and "--help" not in rest:
+        _, rest = split_options(rest, OPTIONS.get(script, {}))
+        load_config([*(["--job.config_file"] * (script == "scripts/sweep.py")), *rest])
 
 
 @pytest.mark.parametrize("command", commands(), ids=lambda command: f"{command.page}: {command.text[:60]}")
@@ -151,7 +118,7 @@ def is_planning(command: Command) -> bool:
     return command.words[:2] == [PYTHON, "plan.py"]
 
 
-CHEAP = [command for command in commands() if is_cheap(command)]
+CHEAP = [command for command in commands() if "needs " not in command.comment and not command.inline]
 
 
 def test_what_is_not_run_here_says_what_it_needs() -> None:
@@ -185,10 +152,7 @@ def test_plans_of_the_documents(
     "command", [c for c in CHEAP if not is_planning(c)], ids=lambda command: command.text
 )
 def test_what_is_answered_at_once(command: Command) -> None:
-    environment = {"ROSSBY_PYTHON": sys.executable, "PATH": "/usr/bin:/bin", "NGPU": "1"}
-    done = subprocess.run(
-        shlex.split(command.text), cwd=ROOT, env=environment, capture_output=True, text=True
-    )
+    done = run_program(*shlex.split(command.text), NGPU="1")
     if command.output:
         assert done.stderr.splitlines() == list(command.output)
     else:
@@ -230,3 +194,97 @@ def test_every_page_is_looked_at() -> None:
     pages = {path for path in tracked_files() if path.suffix == ".md" and ".github" not in path.parts}
     assert pages - {*PAGES} == {ROOT / "CHANGELOG.md"}
     assert len(commands()) > 40
+
+
+# -- additions
+
+
+Edits = dict[str, tuple[str, str]]  # file -> text, and what takes its place; "": a new file
+
+LOSS: Edits = {
+    "config.py": ('loss: Literal["mse",', 'loss: Literal["quartic", "mse",'),
+    "training/losses/pointwise.py": (
+        '    "mse": SQUARE,\n',
+        '    "mse": SQUARE,\n    "quartic": Penalty(4, lambda e: e**4, lambda e: e.pow_(3).mul_(4)),\n',
+    ),
+}
+OPTIMIZER: Edits = {
+    "config.py": ('Literal["AdamW",', 'Literal["Sign", "AdamW",'),
+    "training/optimizers/build.py": (
+        '        case "LAMB":\n',
+        '        case "Sign":\n            from training.optimizers.sign import Sign\n\n'
+        '            return Sign(groups, {})\n        case "LAMB":\n',
+    ),
+    "training/optimizers/sign.py": (
+        "",
+        """
+import torch
+
+from training.optimizers.shards import local
+
+
+class Sign(torch.optim.Optimizer):
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for p in group["params"]:
+                rate = group["lr"] * (1 - getattr(self, "found_inf", 0.0))
+                local(p).sub_(local(p.grad).sign() * rate)
+""",
+    ),
+}
+LOGGER: Edits = {
+    "config.py": ('tuple[Literal["tensorboard",', 'tuple[Literal["text", "tensorboard",'),
+    "training/loggers/text_run.py": (
+        "",
+        """
+class Logger:
+    def __init__(self, config, resume_step, written):
+        self.file = (config.dump_folder / "losses.txt").open("a")
+
+    def log(self, record):
+        self.file.write(f"{record['step']}\\n")
+
+    def close(self):
+        self.file.close()
+""",
+    ),
+}
+OPTION: Edits = {
+    "config.py": (
+        "    qk_norm: bool",
+        '    doubled: bool = option(False, "ViT: twice the output.")\n    qk_norm: bool',
+    ),
+    "models/registry.py": ('VIT_KEYS += ("qk_norm",', 'VIT_KEYS += ("doubled", "qk_norm",'),
+    "models/vit.py": (
+        "        self.qkv = nn.Linear(dim",
+        "        self.doubled = model.doubled\n        self.qkv = nn.Linear(dim",
+    ),
+}
+
+
+def test_a_toy_of_each_runs(tmp_path: Path) -> None:
+    for path in tracked_files():
+        name = path.relative_to(ROOT)
+        if name.parts[0] not in ("tests", "benchmarks", "docs", ".ci"):
+            (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+            (tmp_path / name).write_bytes(path.read_bytes())
+    for edits, most in ((LOSS, 2), (OPTIMIZER, 3), (LOGGER, 2), (OPTION, 3)):
+        assert len(edits) <= most
+        for name, (old, new) in edits.items():
+            text = (tmp_path / name).read_text() if old else ""
+            assert text.count(old) == 1 or not old, (name, old)
+            (tmp_path / name).write_text(text.replace(old, new) if old else new)
+    words = """
+        --data.path random --data.variables ["2m_temperature"] --data.levels [] --data.static_variables []
+        --data.forcings [] --data.grid_shape [8,16] --data.train_period ["2020-01-01","2020-01-20"]
+        --data.validation_period [] --validation.enable false --job.dump_folder run --training.steps 3
+        --model.patch_size [2,2] --model.dim 16 --model.num_heads 2 --model.num_layers 2 --model.doubled
+        --training.loss quartic --optimizer.name Sign --metrics.loggers ["text"] --metrics.log_freq 1
+    """.split()
+    done = run_program(sys.executable, "train.py", *words, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    losses = [record["loss"] for record in records(tmp_path / "run")]
+    assert len(losses) == 3 and all(loss > 0 for loss in losses)
+    assert (tmp_path / "run/losses.txt").read_text().split() == ["1", "2", "3"]
+    assert len(list((tmp_path / "run/checkpoints").glob("step-*"))) == 1  # of states that the optimizer lacks

@@ -1,8 +1,6 @@
 """Faults of a run, provoked: the report of each, without other output."""
 
-import os
 import re
-import subprocess
 import sys
 from pathlib import Path
 
@@ -12,8 +10,8 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from tests.parity import Layout, SmallRun, replicate, tp
-from tests.started_jobs import ROOT, small_dataset, small_wave, write_config
-from tests.test_start_checks import small  # noqa: F401  (a fixture)
+from tests.started_jobs import ROOT, run_options, run_program, small_dataset, small_wave, write_config
+from tests.test_first_start import small  # noqa: F401  (a fixture)
 from training.bad_steps import Fingerprints, ReplicasDiverged, sum_of_bits
 
 LARGE = ["--model.dim", "128", "--model.patch_size", "[1,1]", "--training.local_batch_size", "256"]
@@ -21,17 +19,13 @@ USUAL = re.compile(r"rank +\d: \w+ \d$|[\d:]+  (2 ranks|train: |[\d.]+ M paramet
 QUICK = ["--comm.train_timeout_seconds", "5"]
 
 
-def drill(folder: Path, misfortune: str, *options: str, faults: Path | None = None) -> tuple[int, list[str]]:
+def drill(folder: Path, misfortune: str, *options: str) -> tuple[int, list[str]]:
     """Exit code of two ranks that meet with it, and what they say beyond the lines of a run that is well."""
     program = ["tests/drilled_rank.py", misfortune] if misfortune else ["train.py"]
     command = [sys.executable, "-m", "jobs.torchrun", "--nproc-per-node", "2", *program]
     config_file = write_config(folder, small_dataset({"10m_u_component_of_wind": small_wave(300)}))
-    command += ["--job.config_file", str(config_file), "--job.dump_folder", str(folder / "run")]
-    paths = os.pathsep.join(map(str, [ROOT, *([faults] if faults else [])]))
-    environment = os.environ | {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"}
-    ended = subprocess.run(
-        [*command, *options], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=180
-    )
+    command += run_options(config_file, folder / "run", *options)
+    ended = run_program(*command, PYTHONPATH=str(ROOT), TORCH_CPP_LOG_LEVEL="ERROR")
     lines = [line for line in ended.stderr.splitlines() if line and not USUAL.match(line)]
     return ended.returncode, lines
 

@@ -4,7 +4,6 @@ ROSSBY_EARTH2STUDIO names the Python of an environment with earth2studio==0.19.0
 """
 
 import os
-import subprocess
 from pathlib import Path
 
 import numpy as np
@@ -12,7 +11,7 @@ import pytest
 import xarray as xr
 
 from tests.planned import run_export, run_forecast
-from tests.started_jobs import ROOT
+from tests.started_jobs import ROOT, run_program
 from tests.test_roles import RAIN, WIND, folder, options, run  # noqa: F401
 
 PYTHON = os.environ.get("ROSSBY_EARTH2STUDIO", "")
@@ -58,9 +57,8 @@ def test_its_workflow_equals_forecast_py(folder: Path, tmp_path: Path, changes) 
 
     (tmp_path / "workflow.py").write_text(PROGRAM)
     arguments = [str(tmp_path / "model"), str(folder / "wb.zarr"), DATE, str(tmp_path / "theirs.nc")]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT / "scripts")}
-    command = [PYTHON, str(tmp_path / "workflow.py"), *arguments]
-    done = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True, check=False)
+    environment = {"PYTHONPATH": str(ROOT / "scripts")}
+    done = run_program(PYTHON, tmp_path / "workflow.py", *arguments, cwd=tmp_path, **environment)
     assert done.returncode == 0, done.stderr[-3000:]
     theirs = xr.open_dataset(tmp_path / "theirs.nc")
     assert set(theirs.data_vars) == {"u10m", "tp06"}  # the forcing is no output

@@ -15,7 +15,7 @@ from planning.workload import workload_of
 from tests.parity import Layout, config_of
 from tests.planned import run_export, run_forecast, run_train
 from tests.started_jobs import records, run_options, write_config
-from tests.test_dry_run import memory_of
+from tests.test_planning import memory_of
 from training.config_checks import load_checked
 
 NAME = "10m_u_component_of_wind"

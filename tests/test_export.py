@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 
 from errors import UserError
 from tests.planned import run_export, run_forecast, run_train
-from tests.started_jobs import run_options, write_config
+from tests.started_jobs import VALIDATION, run_options, write_config
 from training.config_checks import load_checked
 
 PROGRAM = """
@@ -55,10 +55,9 @@ def exported(request, tmp_path_factory) -> Exported:
     """A short run with forcings, by a model of either kind, in the folder of its configuration."""
     folder = tmp_path_factory.mktemp(request.param)
     options = run_options(write_config(folder), folder / "run")
-    options += ["--training.steps", "2", "--training.ema_decay", "0.9", "--validation.enable"]
-    options += ["--validation.lead_hours", "[6]"]
-    options += ["--data.validation_period", '["2020-01-10", "2020-01-10"]']
+    options += ["--training.steps", "2", "--training.ema_decay", "0.9", *VALIDATION]
     options += ["--data.forcings", '["sin_local_time", "toa_incident_solar_radiation"]']
+    options += ["--model.conserve", f'["{NAME}"]']  # which tests/test_conservation.py has of forecasts
     options += UNET if request.param == "unet" else []
     options += HISTORY if request.param == "history" else []
     run_train(*options)

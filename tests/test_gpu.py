@@ -1,8 +1,6 @@
 """Checks of benchmarks/gpu.sh, run on a CPU with the CPU's kernels, from start to end."""
 
 import json
-import os
-import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -18,8 +16,8 @@ from models.attention import activate, attention, check_backend
 from parallelisms.mesh import start_ranks
 from parallelisms.ring_attention import block_kernels, math_backward, math_forward
 from planning.memory import memory
+from tests.started_jobs import ROOT, run_program
 
-ROOT = Path(__file__).parent.parent
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 BACKENDS = {"cpu": ("sdpa", "math"), "cuda": ("sdpa", "cudnn", "flash", "flash4", "flash_attn")}
 on_gpu = pytest.mark.skipif(DEVICE.type == "cpu", reason="needs a CUDA device")
@@ -86,9 +84,11 @@ def test_ring_kernels_are_those_of_plain_matmuls(backend: str) -> None:
         assert relative(found, wanted) < 0.02
 
 
-# On a CPU compiling takes half a minute; tests/test_parity.py does it there.
+# On a CPU, where compiling takes half a minute, tests/test_parity.py has all but the first.
 @pytest.mark.parametrize(
-    "case", ({"compiled": DEVICE.type == "cuda"}, {"mode": "none"}, {"float8": True}), ids=str
+    "case",
+    [{}, *(pytest.param(c, marks=on_gpu) for c in ({"compiled": True}, {"mode": "none"}, {"float8": True}))],
+    ids=str,
 )
 def test_steps_lower_the_loss(training, case: dict) -> None:
     run = training(**case)
@@ -119,28 +119,17 @@ def test_no_step_waits_for_the_device(training) -> None:
         torch.cuda.set_sync_debug_mode("default")
 
 
-def rehearsal(folder: Path, only: str) -> subprocess.Popen[str]:
-    """Rows of it go to `folder`."""
-    command = [sys.executable, "benchmarks/gpu.py", "--rehearse", "--only", only]
-    environment = os.environ | {"OUT": str(folder)}
-    return subprocess.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True)
-
-
-def rows_in(folder: Path) -> list[dict[str, Any]]:
-    path = folder / "gpu.jsonl"
-    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
-
-
 @pytest.mark.slow
 def test_the_rehearsal_ends_in_the_table(tmp_path: Path) -> None:
     """Parts of one process; what they have measured lies where it was asked for."""
-    started = rehearsal(tmp_path, "loader,attention")
-    printed, _ = started.communicate(timeout=120)
-    assert started.returncode == 0, printed
-    (loaded,) = [line for line in printed.splitlines() if line.startswith("loader (GB/s)")]
+    command = [sys.executable, "benchmarks/gpu.py", "--rehearse", "--only", "loader,attention"]
+    done = run_program(*command, OUT=str(tmp_path))
+    assert done.returncode == 0, done.stderr
+    (loaded,) = [line for line in done.stdout.splitlines() if line.startswith("loader (GB/s)")]
     assert "not measured" not in loaded
-    assert {row["part"] for row in rows_in(tmp_path)} == {"loader", "attention"}
-    assert all(row["torch"] == torch.__version__ for row in rows_in(tmp_path))
+    rows = [json.loads(line) for line in (tmp_path / "gpu.jsonl").read_text().splitlines()]
+    assert {row["part"] for row in rows} == {"loader", "attention"}
+    assert all(row["torch"] == torch.__version__ for row in rows)
 
 
 def test_planned_peaks_are_those_of_a_gpu() -> None:

@@ -19,8 +19,8 @@ from datasets.grid import area_weights, global_grid
 from datasets.loader import split_sample
 from datasets.normalization import Normalizer
 from datasets.selection import open_selection
-from datasets.statistics import Statistics
 from errors import UserError
+from models.noise import noise_keys
 from tests import parity
 from tests.forecasts import plain_forecast
 from tests.parity import Layout, SmallRun, difference
@@ -78,16 +78,12 @@ def trained(config_file, tmp_path_factory) -> tuple[Path, dict[str, float]]:
 # -- the model, applied to itself
 
 
-def standard(num: int, change: float = 1.0) -> Statistics:
-    ones, nothing = np.ones(num), np.zeros(0, "datetime64[s]")
-    return Statistics(0 * ones, ones, change * ones, np.zeros((num, 4, 8), np.float32), nothing, "")
-
-
 @pytest.mark.parametrize("predict", ["state", "change"])
 def test_an_oscillation_is_forecast_from_two_states(predict) -> None:
     """x(t + 1) = 2 cos(w) x(t) - x(t - 1), which no function of x(t) alone can say."""
     channels = Channels(("a", "b"), history=2)
-    normalizer = Normalizer(standard(2, change=0.5), predict, channels)
+    statistics = parity.fields_of((4, 8), ("a", "b")).statistics
+    normalizer = Normalizer(replace(statistics, change_std=np.full(2, 0.5)), predict, channels)
     conditions = Conditions([], channels, global_grid((4, 8)))
 
     def predicted(inputs: Tensor) -> Tensor:
@@ -189,11 +185,20 @@ PLAIN_FIELDS = parity.fields_of
 
 
 def loss_in_one_graph(run: SmallRun, fields: Tensor, shares: list[float]) -> tuple[Tensor, dict]:
-    """Of physical fields (B, h + R, V, H, W), in float64, and its gradients, no part of the rollout used."""
+    """Of physical fields (B, h + R, V, H, W), in float64, and its gradients, all of it written out here."""
     mean, std, change = (torch.tensor(n).double()[:, None, None] for n in (MEAN, STD, CHANGE))
-    model, objective = deepcopy(run.model.meta_model).double(), run.objective
+    model, objective, members = deepcopy(run.model.meta_model).double(), run.objective, run.layout.members
     area = torch.from_numpy(area_weights(objective.conditions.latitude.numpy())).double()
-    static, history, times = objective.conditions.static.double(), run.layout.history, run.batches(0)[0].times
+    static, history = objective.conditions.static.double(), run.layout.history
+    times, number_of = run.batches(0)[0].times.repeat_interleave(members), torch.arange(members)
+    keys = noise_keys(0, 1, times, number_of.repeat(len(fields)))
+    if run.layout.roll:  # each sample by a number of columns, and some mirrored
+        _, shifts = objective.augment(fields, keys)
+        assert shifts is not None
+        turns = [(shift, [-2] * (shift >= fields.shape[-1])) for shift in shifts[::members].tolist()]
+        fields = torch.stack([x.roll(n, -1).flip(image) for x, (n, image) in zip(fields, turns, strict=True)])
+        static = torch.stack([static.roll(n, -1).flip(image) for n, image in turns])
+        static = static.flatten(0, -4).repeat_interleave(members, 0)
     seen, variable_weights = torch.ones(3, 1, 1), torch.tensor((1, 2, 0.5)) / 3
     if run.layout.roles:  # the second is diagnostic, the third a forcing
         seen[1], change[1] = 0, std[1]
@@ -201,7 +206,7 @@ def loss_in_one_graph(run: SmallRun, fields: Tensor, shares: list[float]) -> tup
     edge = torch.zeros(fields.shape[-2:], dtype=torch.bool)
     if run.layout.boundary:
         edge[[0, -1]], edge[:, [0, -1]] = True, True
-    normalised = (fields.double() - mean) / std
+    normalised = ((fields.double() - mean) / std).repeat_interleave(members, 0)
     states, loss = [normalised[:, number].nan_to_num() for number in range(history)], torch.zeros(())
     for number, share in enumerate(shares):
         truth = normalised[:, history + number]
@@ -211,10 +216,12 @@ def loss_in_one_graph(run: SmallRun, fields: Tensor, shares: list[float]) -> tup
         given += [ahead] * run.layout.boundary
         forcing = torch.where(truth.isnan(), states[0], truth)[:, 2:]
         given += [forcing] * run.layout.roles  # of the target, too
-        inputs = torch.cat([*given, static.expand(len(fields), -1, -1, -1)], dim=1)
         date = times + number * objective.step_seconds
-        keys = objective.drop_keys(objective.noise_keys(1, times), date)
-        output = model.predict(inputs, *([] if keys is None else [keys]))
+        given += [static.expand(len(times), -1, -1, -1)]
+        if objective.conditions.noise:  # each member has its own, new at each step
+            given += [objective.conditions.noise.draw(keys, date).double()]
+        dropped = objective.drop_keys(keys, date)
+        output = model.predict(torch.cat(given, dim=1), *([] if dropped is None else [dropped]))
         if run.layout.conserve:  # the first two are surface pressure and vapour
             pressure, vapour = ((output * change * area[:, None]).mean((-2, -1)) / area.mean()).unbind(1)[:2]
             shift = torch.zeros_like(change)
@@ -226,10 +233,16 @@ def loss_in_one_graph(run: SmallRun, fields: Tensor, shares: list[float]) -> tup
             new = torch.cat([new[:, :2], forcing], dim=1)
         states = [new, *states[:-1]]
         weights = (truth.isfinite() & ~edge) * area[:, None]
-        weights = weights / weights.sum((-2, -1), keepdim=True) * variable_weights[:, None, None]
-        roots, truth = (weights / len(fields)).sqrt(), truth.nan_to_num()
-        squares = (roots * (new - truth)).square().sum()
-        loss = loss + share * squares
+        weights = weights / weights.sum((-2, -1), keepdim=True)
+        error = (new - truth.nan_to_num()).unflatten(0, (-1, members))
+        if members > 1:  # the almost fair CRPS of Lang et al. 2024
+            apart = (error[:, :, None] - error[:, None]).abs().sum(dim=(1, 2)) / (2 * members * (members - 1))
+            costs = error.abs().mean(dim=1) - (1 - 0.05 / members) * apart
+        else:
+            costs = error[:, 0].abs() if run.layout.loss == "mae" else error[:, 0].square()
+        means = (weights[::members] * costs).sum((-2, -1))  # (B, V)
+        means = means.sqrt() if run.layout.loss == "rmse" else means
+        loss = loss + share * (means * variable_weights).sum() / len(fields)
     loss.backward()
     found = {name: p.grad.numpy() for name, p in model.named_parameters() if p.grad is not None}
     return loss, found
@@ -251,6 +264,16 @@ def loss_in_one_graph(run: SmallRun, fields: Tensor, shares: list[float]) -> tup
         (Layout(rollout=3), THIRDS),
         (Layout(rollout=3, model=(("stochastic_depth", 0.5),)), THIRDS),
         (Layout(rollout=3, conserve=True), THIRDS),
+        (Layout(rollout=3, members=3), THIRDS),
+        (Layout(history=3, rollout=3, members=3), THIRDS),
+        (Layout(loss="mae"), [1.0]),
+        (Layout(loss="rmse", rollout=3), THIRDS),
+        (Layout(loss="rmse", unet=True), [1.0]),
+        (Layout(roll=True, history=2, rollout=3), THIRDS),
+        (Layout(roll=True, unet=True), [1.0]),
+        (Layout(roll=True, rollout=3, members=3), THIRDS),
+        (Layout(roll=True, rollout=3, roles=True), THIRDS),
+        (Layout(roll=True, rollout=3, conserve=True), THIRDS),
     ],
 )
 def test_gradients_are_those_of_one_graph(one_rank, monkeypatch, layout, shares) -> None:

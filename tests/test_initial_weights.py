@@ -13,7 +13,7 @@ from scipy.interpolate import RegularGridInterpolator
 from checkpoints.checkpointer import Checkpointer, find_checkpoint
 from checkpoints.identity import Identity
 from checkpoints.weights import load_initial_weights, token_centres
-from config import ActivationCheckpoint, Checkpoint, Compile, Float8, Model, Parallelism, Training
+from config import ActivationCheckpoint, Checkpoint, Compile, Float8, Model, Parallelism
 from datasets.channels import Channels
 from datasets.grid import Grid
 from models.registry import build_model
@@ -21,10 +21,6 @@ from parallelisms.degrees import resolve_degrees
 from parallelisms.parallelize import Recipe, parallelize
 from tests.distributed import shared_mesh
 from tests.parity import full, global_grid
-from training.bad_steps import BadSteps
-from training.gradients import LossScaler
-from training.optimizers.build import parameter_groups
-from training.state import EMA, Progress, TrainState
 
 GRID, LARGER = (8, 16), (13, 20)
 KEY = "checkpoint.initial_load_path"
@@ -51,22 +47,17 @@ def build(channels: Channels, seed: int, name: str = "vit", dim: int = 16, grid=
 
 
 def save(folder: Path, ema: bool = False, **options) -> dict[str, torch.Tensor]:
-    """A checkpoint of a model of OLD; its weights."""
-    parameters = build(OLD, 0, **options)
-    optimizer = torch.optim.AdamW(parameter_groups(parameters, 0.1), lr=0.0, fused=True)
-    average = EMA(parameters, 0.9, lambda: None) if ema else None
-    if average:
-        for tensor in average.averages.values():
-            tensor += 1
-    bad_steps = BadSteps(Training(), torch.device("cpu"))
-    run = TrainState(parameters, optimizer, LossScaler(False), average, Progress(step=1), bad_steps)
+    """A checkpoint of a model of OLD; the weights, or averages, that it is used with."""
+    parameters = {name: p.detach() for name, p in build(OLD, 0, **options).items()}
+    used = {name: tensor + 1 for name, tensor in parameters.items()} if ema else parameters
+    tensors = {f"model.{name}": tensor for name, tensor in parameters.items()}
+    tensors |= {f"ema.{name}": tensor for name, tensor in used.items()} if ema else {}
     grid = global_grid(GRID)
     about = {"identity": {"grid": {axis: getattr(grid, axis).tolist() for axis in ("latitude", "longitude")}}}
     checkpointer = Checkpointer(folder / "checkpoints", Checkpoint(async_mode="disabled"), CONFIG, about)
-    checkpointer.save(1, run.state_dict())
+    checkpointer.save(1, tensors)
     checkpointer.close()
-    kept = average.averages if average else parameters
-    return {name: torch.from_numpy(full(tensor)) for name, tensor in kept.items()}
+    return {name: torch.from_numpy(full(tensor)) for name, tensor in used.items()}
 
 
 def start_from(folder: Path, parameters: dict, channels: Channels, grid: Grid | None = None) -> None:

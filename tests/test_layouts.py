@@ -64,16 +64,11 @@ def test_fsspec_memory(truth: xr.Dataset):
         open_archive("memory://test_archive/other.zarr")
 
 
-def test_dimensions_that_are_not_an_analysis(tmp_path: Path, truth: xr.Dataset):
-    """An ensemble is named as the reason, a single member is read."""
+def test_a_single_member_is_read(tmp_path: Path, truth: xr.Dataset):
     ds = truth.rename(CDS)[["2m_temperature"]].expand_dims(number=[0])
     ds.to_netcdf(tmp_path / "one.nc", engine="h5netcdf")
     one = open_archive(str(tmp_path / "one.nc")).read_block(0, 5, ["2m_temperature"])
     np.testing.assert_array_equal(one[:, 0], truth["2m_temperature"].values)
-    ds = xr.concat([ds, ds.assign_coords(number=[1])], "number").assign(q=truth.temperature.rename(CDS))
-    ds.to_netcdf(tmp_path / "ten.nc", engine="h5netcdf")
-    with pytest.raises(ValueError, match="no variable '2m_temperature': .* dimension number of size 2"):
-        open_archive(str(tmp_path / "ten.nc")).read(0, ["2m_temperature"])
 
 
 def channels(truth: xr.Dataset) -> xr.Dataset:
@@ -112,10 +107,8 @@ def test_dimensions_in_the_way_are_named_and_picked(tmp_path: Path, truth: xr.Da
     way_out = r"dimension run of size 2; choose one with data.select = \['run=2019-12-30T00:00:00'\]"
     with pytest.raises(ValueError, match=f"no variable '2m_temperature': it has a {way_out}"):
         open_archive(path).read(0, ["2m_temperature"])
-    picks = {"run": "2019-12-31T00:00:00", "member": "11"}
-    np.testing.assert_array_equal(
-        open_archive(path, picks).read_block(0, 5, ["2m_temperature"])[:, 0], t2m + 11
-    )
+    picked = open_archive(path, {"run": "2019-12-31T00:00:00", "member": "11"})
+    np.testing.assert_array_equal(picked.read_block(0, 5, ["2m_temperature"])[:, 0], t2m + 11)
     with pytest.raises(ValueError, match="dimension member of size 2; choose one .*'member=10'"):
         open_archive(path, {"run": "2019-12-30T00:00:00"}).read(0, ["2m_temperature"])
     with pytest.raises(ValueError, match=r"data.select = \['member=12'\]: member has 10, 11; take one"):
@@ -213,12 +206,10 @@ def test_errors_name_path_and_reason(tmp_path: Path, truth: xr.Dataset):
         assert name in str(caught.value) and "\n" not in str(caught.value)
 
 
-def test_missing_package_and_unknown_protocol_are_named(monkeypatch: pytest.MonkeyPatch):
+def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setitem(sys.modules, "obstore.store", None)
     with pytest.raises(DataError, match="cannot read 'gs://bucket/era5.zarr': .*obstore"):
         open_archive("gs://bucket/era5.zarr")
-    with pytest.raises(DataError, match="cannot read 'nfs9://bucket/era5.zarr': .*nfs9"):
-        open_archive("nfs9://bucket/era5.zarr")
 
 
 DATA = Path(__file__).parents[1] / "../shared/data"
@@ -228,11 +219,10 @@ V10 = "10m_v_component_of_wind"
 def needs(path: str) -> str:
     """Return the path of real analyses, of "odd_data/..." as tests/odd_data.py rewrites them."""
     place = TARGET.parent / path if path.startswith("odd_data/") else DATA / path
+    if not place.exists() and place.parent == TARGET:
+        rewrite()
     if not place.exists():
-        if place.parent == TARGET:
-            rewrite()
-        if not place.exists():
-            pytest.skip(f"{DATA} is absent")
+        pytest.skip(f"{DATA} is absent")
     return str(place)
 
 
@@ -261,12 +251,11 @@ def test_static_field_is_regridded(tmp_path: Path, truth: xr.Dataset):
     grid = Grid(truth.latitude.values, truth.longitude.values)
     same = read_static_field(str(tmp_path / "lsm.nc"), "land_sea_mask", grid)
     np.testing.assert_array_equal(same, truth.land_sea_mask.values)
-    half = read_static_field(
-        str(tmp_path / "lsm.nc"), "land_sea_mask", Grid(np.array([60, 0, -60]), np.arange(0, 360, 90))
-    )
+    coarse = Grid(np.array([60, 0, -60]), np.arange(0, 360, 90))
+    half = read_static_field(str(tmp_path / "lsm.nc"), "land_sea_mask", coarse)
     assert half.shape == (3, 4) and half.dtype == np.float32
     wanted = (same * area_weights(grid.latitude)[:, None]).mean()
-    assert (half * area_weights(np.array([60, 0, -60]))[:, None]).mean() == pytest.approx(wanted, rel=1e-5)
+    assert (half * area_weights(coarse.latitude)[:, None]).mean() == pytest.approx(wanted, rel=1e-5)
     with pytest.raises(ValueError, match="no variable 'land_see_mask'; nearest: 'land_sea_mask'"):
         read_static_field(str(tmp_path / "lsm.nc"), "land_see_mask", grid)
 
@@ -292,14 +281,6 @@ def test_storm():
     holed = archive.read_block(0, 64, ["2m_temperature", V10, "v_component_of_wind:500"])
     gone = np.isnan(holed).sum((2, 3)) == 33 * 36
     assert [np.flatnonzero(gone[:, v]).tolist() for v in range(3)] == [[17], [17, 37], [36]]
-
-
-def test_new_cds_file():
-    archive = open_archive(needs("era5_europe_2020"))
-    assert len(archive.variables) == 20 and archive.grid.shape == (21, 31) and len(archive.times) == 12
-    with xr.open_dataset(needs("era5_europe_2020/era5_data.nc"), engine="h5netcdf") as ds:
-        wanted = ds.t.sel(pressure_level=[500, 1000]).values
-    np.testing.assert_array_equal(archive.read_block(0, 12, ["temperature:500", "temperature:1000"]), wanted)
 
 
 def test_land_sea_mask_of_ncar():

@@ -22,7 +22,7 @@ from config import Config, Job, Training
 from config import Metrics as Settings
 from errors import ConfigError
 from tests.planned import run_train
-from tests.started_jobs import ROOT, losses, run_options, write_config
+from tests.started_jobs import ROOT, VALIDATION, losses, run_options, write_config
 from tests.test_metrics import CONTRACT
 from training.loggers.opening import EXTRAS, Loggers, StoredRun, check_loggers, open_loggers
 from training.loggers.tensorboard_run import Logger as TensorBoard
@@ -45,6 +45,11 @@ def test_an_extra_that_is_absent_is_one_line(name, package, monkeypatch):
         check_loggers(asked)
     check_loggers(Settings())
     assert package in (ROOT / "requirements-extras.txt").read_text()
+
+
+def test_a_logger_that_cannot_be_imported_is_a_warning(one_rank, tmp_path, caplog):
+    config = config_of(tmp_path, Settings(loggers=("no_such",)))  # type: ignore[arg-type]
+    assert not open_loggers(config, 0, 0).loggers and "goes on without it" in caplog.text
 
 
 def test_a_logger_that_fails_costs_one_warning(caplog):
@@ -97,8 +102,7 @@ def resumed(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("loggers")
     run, config = folder / "run", write_config(folder)
     options = run_options(config, run, "--checkpoint.interval", "4", '--metrics.loggers=["wandb"]')
-    options += ["--validation.enable", "--validation.lead_hours", "[6]"]
-    options += ["--data.validation_period", '["2020-01-10", "2020-01-10"]']
+    options += VALIDATION
     run_train(*options, "--training.steps", "6")
     shutil.rmtree(run / "checkpoints/step-00000006")
     run_train(*options, "--training.steps", "8")

@@ -1,19 +1,22 @@
-"""Losses against explicit sums in float64."""
+"""Losses against explicit sums in float64, and the noise by which an ensemble's members differ."""
 
+import math
 from collections.abc import Callable
 from dataclasses import replace
-from typing import get_args, get_type_hints
+from statistics import NormalDist
 
 import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
-from config import Training
-from datasets.grid import area_weights, global_grid
+from datasets.grid import area_weights
+from models.noise import COARSE, FINE, NoiseFields, between, hash64, keys_of_members, noise_keys, noise_names
 from tests.parity import Layout, SmallRun, cut
 from training.losses.pointwise import (
+    CRPS,
     PENALTIES,
+    by_member,
     fused_sum_of_costs,
     mean_weights,
     relative_l2_weights,
@@ -37,19 +40,6 @@ def batch(b=4, v=3, h=6, w=5, missing=0.2, seed=0):
     mask = torch.rand(b, v, h, w, generator=generator) > missing
     area = torch.tensor(area_weights(np.linspace(90, -90, h)), dtype=torch.float32)
     return prediction, target * mask, mask, area, torch.tensor([1.0, 2.0, 0.5])
-
-
-def test_mse_is_the_area_weighted_mean_over_cells_with_values():
-    prediction, target, mask, area, weights = batch()
-    total = 0.0
-    for b in range(4):
-        for v in range(3):
-            cells = [
-                (float(area[i]), float(prediction[b, v, i, j] - target[b, v, i, j]) ** 2)
-                for i, j in zip(*np.nonzero(mask[b, v].numpy()), strict=True)
-            ]
-            total += float(weights[v]) * sum(a * e for a, e in cells) / sum(a for a, _ in cells)
-    assert mse(prediction, target, mask, area, weights).item() == pytest.approx(total / 12, rel=1e-6)
 
 
 @pytest.mark.parametrize(("loss", "expected", "tolerance"), [("mse", 1 / 3, 1e-5), ("mae", 1 / 2, 1e-4)])
@@ -92,22 +82,6 @@ def test_relative_l2_is_not_weighted_by_area():
     assert relative_l2(prediction, target, mask).item() == pytest.approx((5 / 5 + 0 / 10) / 2)
 
 
-def test_every_loss_of_the_configuration_has_a_penalty():
-    """A loss without one would train with another's."""
-    assert set(PENALTIES) == set(get_args(get_type_hints(Training)["loss"]))
-
-
-@pytest.mark.parametrize("loss", PENALTIES)
-def test_a_penalty_grows_by_its_power(loss: str):
-    """Scales of variables are factors of a cost, not of an error."""
-    error, penalty = batch()[0], PENALTIES[loss]
-    torch.testing.assert_close(penalty.cost(4 * error), 4**penalty.power * penalty.cost(error))
-
-
-def exact_cost(loss: str, error: torch.Tensor) -> torch.Tensor:
-    return error.abs() if loss == "mae" else error.square()
-
-
 def assert_as_exact(exact: Tensor, sums: Tensor, scale: Tensor, output: Tensor, ours_of: Callable) -> None:
     """Sums and the gradient of their weighted sum, from float32 and bf16, next to those in float64."""
     (sums * scale).sum().backward()
@@ -130,7 +104,8 @@ def test_sums_a_sample_at_a_time_are_those_of_the_plain_expression(loss):
     # bf16 changes no error's sign.
     output = output.bfloat16().float()
     exact, penalty = output.double().requires_grad_(), PENALTIES[loss]
-    sums = (weights.double() * exact_cost(loss, exact - target.double())).flatten(1).sum(1)
+    error = exact - target.double()
+    sums = (weights.double() * (error.abs() if loss == "mae" else error.square())).flatten(1).sum(1)
     scale = torch.arange(1.0, 5.0)
     assert_as_exact(exact, sums, scale, output, lambda sum_of, ours: sum_of(ours, target, weights, penalty))
 
@@ -140,8 +115,8 @@ def test_sums_a_sample_at_a_time_are_those_of_the_plain_expression(loss):
     [
         ("mse", Layout()),
         ("mae", Layout()),
-        ("rmse", Layout()),
         ("rmse", Layout(unet=True)),
+        ("crps", Layout(members=3)),
         ("mse", Layout(conserve=True)),
         ("mse", Layout(conserve=True, unet=True)),
     ],
@@ -150,30 +125,144 @@ def test_outputs_and_the_states_they_lead_to_have_one_loss(one_rank, loss, layou
     """That of a step is that of its fields, as validations have it; changes count in units of states. On a
     grid that patches do not divide.
     """
-    run = SmallRun(replace(layout, grid=(11, 10)), loss=loss)
+    run, members = SmallRun(replace(layout, grid=(11, 10)), loss=loss), layout.members
     objective, normalizer = run.objective, run.objective.normalizer
-    scale = normalizer.change_scale = torch.tensor([0.5, 2.0, 1.0])[:, None, None]
-    fields, times = run.data[:8], torch.zeros(8, dtype=torch.int64)
-    changes = torch.randn(8, 3, 11, 10, generator=torch.Generator().manual_seed(3))
+    normalizer.change_scale = torch.tensor([0.5, 2.0, 1.0])[:, None, None]
+    fields, times = run.data[:8], torch.arange(8) * 21_600
+    changes = torch.randn(8 * members, 3, 11, 10, generator=torch.Generator().manual_seed(3))
     output = objective.meta_model.from_fields(changes)
-    output = (objective.projection(output) if objective.projection else output).requires_grad_()
-    loss_part = objective.loss_part(output, cut(objective, fields, times).targets)
-    found = loss_part.item()
-    states, truth = normalizer.advance(fields[:, 0], changes), fields[:, 1]
-    parts = [objective.loss_of_fields(states[i : i + 1], truth[i : i + 1]) for i in range(8)]
-    assert found == pytest.approx(torch.stack(parts).mean().item(), rel=1e-5)
-    if layout.conserve:
-        return
-    area = torch.tensor(area_weights(global_grid((11, 10)).latitude))[:, None] * truth.isfinite()
-    exact = changes.double().requires_grad_()
-    costs = exact_cost(loss, exact - ((truth - fields[:, 0]) / scale).nan_to_num())
-    costs = costs * scale ** (1 if loss == "mae" else 2)
-    means = (area * costs).sum((-2, -1)) / area.sum((-2, -1))  # (B, V)
-    means = means.sqrt() if loss == "rmse" else means
-    expected = (means * torch.tensor([1.0, 2.0, 0.5])).mean()
-    assert found == pytest.approx(expected.item(), rel=1e-5)
-    loss_part.backward()
-    expected.backward()
-    assert output.grad is not None and exact.grad is not None
-    gradient = objective.meta_model.to_fields(output.grad).double()
-    torch.testing.assert_close(gradient, exact.grad, rtol=1e-3, atol=1e-6)
+    output = objective.projection(output) if objective.projection else output
+    noise = objective.conditions.draw(objective.noise_keys(1, times), objective.repeat_members(times))
+    found = objective.loss_part(output, cut(objective, fields, times, *noise).targets).item()
+    states, truth = normalizer.advance(objective.repeat_members(fields[:, 0]), changes), fields[:, 1]
+    parts = zip(states.split(members), truth.split(1), strict=True)
+    expected = [objective.loss_of_fields(*part).item() for part in parts]
+    assert found == pytest.approx(np.mean(expected), rel=1e-5)
+
+
+# -- the almost fair CRPS
+
+ALPHA = 0.95  # Lang et al. 2024
+
+
+def almost_fair(members: np.ndarray, truth: float) -> float:
+    """Almost fair CRPS of members (M,) by the definition: a mixture of the fair and the plain CRPS."""
+    count, skill, pairs = len(members), 0.0, 0.0
+    for x in members:
+        skill += abs(float(x) - truth) / count
+        for other in members:
+            pairs += abs(float(x) - float(other))
+    fair, plain = skill - pairs / (2 * count * (count - 1)), skill - pairs / (2 * count**2)
+    return ALPHA * fair + (1 - ALPHA) * plain
+
+
+@pytest.mark.parametrize("members", [2, 3, 8])
+def test_the_definition(members):
+    x = np.random.default_rng(0).normal(size=(6, members))
+    x[0, 0] = x[0, 1]  # equal members
+    truth = np.random.default_rng(1).normal(size=6)
+    expected = [almost_fair(row, y) for row, y in zip(x, truth, strict=True)]
+    found = CRPS.cost(torch.tensor(x - truth[:, None])).mean(dim=-1)
+    np.testing.assert_allclose(found.numpy(), expected, rtol=1e-12)
+
+
+@pytest.mark.parametrize(("members", "truth"), [(2, 0.3), (4, 2.0)])
+def test_its_expectation_for_gaussian_members(members, truth):
+    """Members of N(m, s^2): E|x - y| = s (z (2 F(z) - 1) + 2 f(z)) with z = (y - m) / s, and the distance of
+    two of them is 2 s / sqrt(pi) (Gneiting and Raftery 2007). The fair CRPS has it whole: that of N(m, s^2).
+    """
+    mean, size, normal = 0.5, 0.8, NormalDist()
+    z = (truth - mean) / size
+    skill = size * (z * (2 * normal.cdf(z) - 1) + 2 * normal.pdf(z))
+    expected = skill - (1 - (1 - ALPHA) / members) * size / math.sqrt(math.pi)
+    generator = torch.Generator().manual_seed(0)
+    draws = mean + size * torch.randn(400_000, members, generator=generator, dtype=torch.float64)
+    assert CRPS.cost(draws - truth).mean().item() == pytest.approx(expected, abs=4e-3)
+
+
+def test_sums_and_gradients():
+    """Value and gradient of the sum of weights x CRPS, by loops and autograd in float64."""
+    generator = torch.Generator().manual_seed(0)
+    output = torch.randn(6, 8, 5, generator=generator).bfloat16().float()  # 2 samples of 3 members
+    target, weights = torch.randn(2, 2, 8, 5, generator=generator)
+    target, weights = target.repeat_interleave(3, 0), weights.repeat_interleave(3, 0)
+    exact = output.double().requires_grad_()
+    groups = (exact - target.double()).view(2, 3, 8, 5)
+    apart = (groups[:, :, None] - groups[:, None]).abs().sum(dim=(1, 2)) / (2 * 3 * 2)
+    crps = groups.abs().mean(dim=1) - (1 - (1 - ALPHA) / 3) * apart
+    sums = (3 * weights[::3].double() * crps).sum(dim=(1, 2))
+    scale = torch.tensor([1.0, 2.0])
+    assert_as_exact(
+        exact,
+        sums,
+        scale,
+        output,
+        lambda sum_of, ours: sum_of(*(by_member(each, 3) for each in (ours, target, weights)), penalty=CRPS),
+    )
+
+
+# -- noise
+
+
+def test_bits_are_those_of_splitmix64():
+    """The first numbers of Vigna's splitmix64.c with the states 0 and 1234567."""
+    numbers = [[int(hash64(torch.tensor(state), i)) % 2**64 for i in range(3)] for state in (0, 1234567)]
+    assert numbers[0] == [0xE220A8397B1DCDAF, 0x6E789E6AA1B965F4, 0x06C45D188009454F]
+    assert numbers[1] == [6457827717110365317, 3203168211198807973, 9817491932198370423]
+    tensors = hash64(torch.tensor([1234567]), torch.arange(3))
+    assert [int(number) % 2**64 for number in tensors] == numbers[1]
+
+
+def test_noise_is_a_function_of_seed_step_date_and_member():
+    times = torch.tensor([0, 21_600, -21_600])
+    keys = {
+        tuple(keys_of_members(seed, step, times, 4).tolist()) for seed in (0, 1, 10**12) for step in (0, 1, 2)
+    }
+    assert len({key for row in keys for key in row}) == 3 * 3 * 3 * 4
+    fields = NoiseFields(4, (32, 64), periodic=True).draw
+    whole = fields(keys_of_members(7, 3, times, 2), times.repeat_interleave(2))
+    for row, (date, member) in enumerate((date, member) for date in times for member in (0, 1)):
+        alone = noise_keys(7, 3, date[None], torch.tensor([member]))
+        assert torch.equal(fields(alone, date[None])[0], whole[row])  # whatever the batch
+
+
+@pytest.mark.parametrize("grid, periodic", [((32, 64), True), ((19, 37), False), ((11, 10), True)])
+def test_noise_has_variance_one_everywhere(grid, periodic):
+    """Exactly, by the weights; as drawn it is normal, and channels have nothing to do with each other."""
+    for size in (FINE, COARSE):
+        for points, round in ((grid[0], False), (grid[1], periodic)):
+            pair, weights = between(points, math.ceil(points / size), round)
+            matrix = np.zeros((points, math.ceil(points / size)))
+            for i in range(points):
+                matrix[i, pair[0, i]] += weights[0, i]
+                matrix[i, pair[1, i]] += weights[1, i]
+            np.testing.assert_allclose(np.square(matrix).sum(axis=1), 1, rtol=1e-12)
+    times = torch.arange(4000) * 21_600
+    draws = NoiseFields(3, grid, periodic).draw(keys_of_members(0, 1, times, 1), times).double()
+    assert draws.mean(dim=0).abs().max() < 0.09 and (draws.var(dim=0) - 1).abs().max() < 0.14
+    assert (draws**4).mean().item() == pytest.approx(3, abs=0.1)
+    channels = torch.corrcoef(draws[:, :, grid[0] // 2, grid[1] // 2].T)
+    assert (channels - torch.eye(3)).abs().max() < 0.06
+    seam, inside = ((draws[..., a] * draws[..., b]).mean().item() for a, b in ((0, -1), (1, 2)))
+    assert (
+        abs(seam - inside) < 0.25 if periodic else abs(seam) < 0.1
+    )  # neighbours, or the two ends of a region
+
+
+def test_a_single_channel_is_fine_noise():
+    keys = torch.arange(2)
+    one, several = (NoiseFields(number, (32, 64), True) for number in (1, 2))
+    assert torch.equal(one.draw(keys, keys), several.draw(keys, keys)[:, :1])
+
+
+@pytest.mark.parametrize("number", [2, 3, 4, 8])
+def test_half_of_the_noise_is_kept_through_a_forecast(number):
+    """Of either scale; the other half has nothing to do with the step before."""
+    fields, keys = NoiseFields(number, (32, 64), periodic=True), torch.arange(500)
+    first, second = (fields.draw(keys, torch.full((500,), date)) for date in (0, 21_600))
+    kept = [name.endswith("kept") for name in noise_names(number)]
+    assert sum(kept) in (number // 2, (number + 1) // 2)
+    for channel, same in enumerate(kept):
+        assert torch.equal(first[:, channel], second[:, channel]) == same
+        product = (first[:, channel] * second[:, channel]).mean(dim=0)
+        assert product.mean().item() == pytest.approx(float(same), abs=0.08)

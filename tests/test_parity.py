@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from tests.parity import FAST, SLOW, TABLE, Outcome, reference_of, three_steps
-from tests.test_whole_matrices import check, train
+from tests.test_optimizers import check, train
 
 
 @pytest.fixture(scope="module")

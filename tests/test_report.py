@@ -1,5 +1,7 @@
 """Tables from a small Dataset of scores."""
 
+from typing import Any
+
 import numpy as np
 import xarray as xr
 
@@ -10,37 +12,23 @@ def scores(factor: float = 1.0) -> xr.Dataset:
     """RMSE and ACC at 6, 12 and 120 h: z500 100, 200, 3000 x factor; t2m 1, 2, 3 x factor."""
     leads = np.array([6, 12, 120], "timedelta64[h]").astype("timedelta64[ns]")
     dims = ("metric", "region", "lead_time")
-    z = np.full((4, 1, 3, 2), np.nan)
-    z[0, 0, :, 0] = factor * np.array([100, 200, 3000])
-    z[1:, 0, :, 0] = [0.9, 0.8, 0.7], [47, 47, 7], factor**2 * np.array([1e4, 4e4, 9e6])
-    t = np.array([[[1, 2, 3]], [[0.9, 0.8, 0.7]], [[47, 46, 7]], [[1, 4, 9]]])
-    t = t * np.array([factor, 1, 1, factor**2])[:, None, None]
-    return xr.Dataset(
-        {
-            "geopotential": ((*dims, "level"), z, {"units": "m2 s-2"}),
-            "2m_temperature": (dims, t, {"units": "K"}),
-        },
-        {
-            "metric": ["rmse", "acc", "num_dates", "mse"],
-            "region": ["global"],
-            "lead_time": leads,
-            "level": [500, 850],
-            "num_dates": ("lead_time", [47, 47, 7]),
-        },
+    z, t = (factor * np.array(rmse) for rmse in ([100, 200, 3000], [1, 2, 3]))
+    z, t = (
+        np.array([[rmse], [[0.9, 0.8, 0.7]], [dates], [rmse**2]])
+        for rmse, dates in ((z, [47, 47, 7]), (t, [47, 46, 7]))
     )
+    z = np.stack([z, np.full_like(z, np.nan)], axis=-1)
+    variables = {"geopotential": ((*dims, "level"), z, {"units": "m2 s-2"})}
+    axes = {"metric": ["rmse", "acc", "num_dates", "mse"], "region": ["global"], "lead_time": leads}
+    axes |= {"level": [500, 850], "num_dates": ("lead_time", [47, 47, 7])}
+    return xr.Dataset(variables | {"2m_temperature": (dims, t, {"units": "K"})}, axes)
 
 
 def combine(scores_of: dict[str, xr.Dataset]) -> xr.Dataset:
     """One after the other along the dimension `forecast`."""
     forecasts = xr.DataArray(list(scores_of), dims="forecast", name="forecast")
-    return xr.concat(
-        list(scores_of.values()),
-        forecasts,
-        join="outer",
-        data_vars="all",
-        coords="minimal",
-        compat="override",
-    )
+    how: Any = {"join": "outer", "data_vars": "all", "coords": "minimal", "compat": "override"}
+    return xr.concat(list(scores_of.values()), forecasts, **how)
 
 
 def table(scores: xr.Dataset, title: str = "") -> str:

@@ -1,8 +1,15 @@
 """Any layout loads what any other saved: a part of benchmarks/layout_parity.py --reshard."""
 
+from pathlib import Path
+
 import pytest
 
+from checkpoints.checkpointer import Checkpointer
+from config import Checkpoint
+from tests.parity import Layout, SmallRun
 from tests.resharding import KINDS, differences, load, save, tolerance
+from training.run_folder import Restart
+from training.run_folder import load as load_step
 
 MODES = (
     "async",
@@ -54,3 +61,24 @@ def test_muon(ranks, tmp_path) -> None:
         loaded, next_losses = ranks(4).run(load, layout, tmp_path, "Muon")[0]
         assert not differences(tensors, loaded)
         assert next_losses == pytest.approx(losses, rel=tolerated, abs=0.0)
+
+
+def losses_after_going_back(layout: Layout, folder: Path) -> tuple[float, float]:
+    """Loss of step 2, and of step 2 after two further steps and going back."""
+    small = SmallRun(layout)
+    checkpointer = Checkpointer(folder, Checkpoint(async_mode="disabled"), "", {})
+    small.step(0)
+    checkpointer.save(1, small.state.state_dict())
+    expected = small.step(1)[0]
+    small.step(2)
+    load_step(checkpointer, 1, small.state)
+    Restart(checkpointer, small.state)
+    again = small.step(1)[0]
+    checkpointer.close()
+    return expected, again
+
+
+@pytest.mark.parametrize("name", ["fsdp 2, float8 gathered", "zero-1 2"])
+def test_going_back_takes_the_scales_of_float8_along(ranks, tmp_path, name):
+    for expected, again in ranks(2).run(losses_after_going_back, KINDS[name], tmp_path):
+        assert again == expected

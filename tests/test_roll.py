@@ -1,6 +1,5 @@
-"""Samples turned about the axis of the Earth (training.augmentation); tests/parity.py has layouts."""
+"""Samples turned about the axis of the Earth (training.augmentation); test_history.py has their gradients."""
 
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -14,10 +13,8 @@ from datasets.grid import Grid, global_grid
 from errors import ConfigError
 from models.noise import keys_of_members
 from planning.start_checks import check_model
-from tests.parity import Layout, SmallRun, difference
-from training.batches import Batch
+from tests.parity import Layout, SmallRun
 from training.objective import TURN_STREAM
-from training.rollout import forward_backward
 
 GRID = (12, 10)
 TIMES = torch.tensor([1_577_836_800, 1_583_100_000, 1_590_000_000])
@@ -62,38 +59,6 @@ def test_the_mirror_image_is_that_of_the_other_season() -> None:
                 assert torch.equal(found[name], -expected[name])
             else:
                 assert torch.equal(found[name], expected[name])
-
-
-@pytest.mark.parametrize(
-    "layout",
-    (
-        Layout(history=2, rollout=3),
-        Layout(unet=True),
-        Layout(rollout=2, members=3),
-        Layout(rollout=2, roles=True, conserve=True),
-    ),
-)
-def test_loss_and_gradients_are_those_of_samples_rolled_by_hand(one_rank, layout: Layout) -> None:
-    """Each sample by itself with the constant fields of its own turn, and no augmentation."""
-    options = () if layout.unet else (("attention_backend", "math"),)
-    layout = replace(layout, grid=GRID, model=options)
-    run, plain = SmallRun(replace(layout, roll=True)), SmallRun(layout)
-    loss, _ = run.step(0)
-    (batch,) = plain.batches(0)
-    _, shifts = run.objective.augment(batch.fields, run.objective.noise_keys(1, batch.times))
-    assert shifts is not None and len(set((shifts % GRID[1]).tolist())) > 3
-    assert 0 < (shifts >= GRID[1]).sum() < len(shifts)
-    shifts = shifts[:: layout.members]
-    objective, number, total = plain.objective, len(shifts), 0.0
-    static = objective.conditions.static
-    for sample, shift in enumerate(shifts.tolist()):
-        rows, image = slice(sample, sample + 1), [-2] * (shift >= GRID[1])
-        objective.conditions.static = static.roll(shift, dims=-1).flip(image)
-        rolled = Batch(batch.fields[rows].roll(shift, dims=-1).flip(image), batch.times[rows])
-        total += forward_backward(objective, 1, rolled, 1 / number, is_last=True).item() / number
-    assert loss == pytest.approx(total, rel=1e-6)
-    gradients = {name: p.grad.numpy() for name, p in plain.model.parameters.items() if p.grad is not None}
-    assert difference(run.gradients, gradients)[0] < 1e-5
 
 
 def test_shifts_are_a_function_of_seed_step_and_date(one_rank) -> None:

@@ -6,8 +6,9 @@ import json
 import os
 import shutil
 import signal
-import subprocess
 import time
+from collections.abc import Callable
+from contextlib import chdir
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,26 +16,32 @@ from unittest.mock import patch
 
 import numpy as np
 import pytest
+import torch
 import torch.distributed as dist
 
 import evaluate
 from checkpoints import checkpointer as saving
 from checkpoints import files
 from checkpoints.checkpointer import Checkpointer, find_undamaged
-from checkpoints.files import Unreadable, complete_steps, prune, step_folder
+from checkpoints.files import complete_steps, prune, step_folder
 from config import Checkpoint, Config, Optimizer
-from config import Metrics as Settings
 from datasets.remote import NO_OPTIONS
-from errors import EXIT_SAVED, ConfigError, RunFailed
+from errors import EXIT_SAVED, ConfigError, RunFailed, UserError
 from jobs import torchrun
 from jobs.durable_files import Journal
 from jobs.heartbeat import LONG_PHASES, activity
 from tests.planned import run_train
-from tests.started_jobs import ROOT, last_step, records, run_options, small_dataset, small_wave, write_config
+from tests.started_jobs import (
+    last_step,
+    records,
+    run_options,
+    run_program,
+    small_dataset,
+    small_wave,
+    write_config,
+)
 from tests.test_checkpoint import Run, build  # noqa: F401  (a fixture)
-from tests.test_restart import save_two
 from training import run_folder
-from training.loggers.opening import open_loggers
 from training.metrics import Metrics
 from training.run_folder import Restart
 from verification import validation
@@ -47,6 +54,25 @@ def no_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 # -- reading checkpoints
+
+
+def save_two(folder: Path) -> None:
+    checkpointer = Checkpointer(folder, Checkpoint(async_mode="disabled"), "", {})
+    for step in (1, 2):
+        checkpointer.save(step, {"model.weight": torch.full((3,), float(step))})
+    checkpointer.close()
+
+
+def folder_of_rank(run: Path) -> str:
+    """Rank 1 sees a checkpoint that rank 0 did not see when it looked."""
+    found = find_undamaged(lambda: [step_folder(run, 2), step_folder(run, 1)][dist.get_rank() :])
+    assert found
+    return found.folder.name
+
+
+def test_all_ranks_take_the_checkpoint_that_the_first_one_finds(ranks, tmp_path):
+    ranks(2).run(save_two, tmp_path)
+    assert set(ranks(2).run(folder_of_rank, tmp_path)) == {"step-00000002"}
 
 
 @pytest.mark.parametrize("code", [errno.ESTALE, errno.EIO, errno.EMFILE])
@@ -70,31 +96,32 @@ def test_a_passing_read_error_is_no_damage(build, tmp_path, monkeypatch, code, t
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000001", "step-00000002"]
 
 
-def name_found(run: Path, lost: str) -> str:
-    """What ranks find where rank 1 does not see a file of the newest checkpoint."""
-    os.chdir(run / str(dist.get_rank()))
-    saving.READ_SECONDS = (0, 0)
+def message_of(call: Callable[[], Any]) -> str:
+    """What a user is told, if the call fails, else what it returns."""
     try:
-        found = find_undamaged(lambda: [Path("step-00000002"), Path("step-00000001")])
-        return found.folder.name if found else ""
-    except Unreadable as error:
+        return str(call() or "")
+    except (UserError, RunFailed) as error:
         return str(error)
-    finally:
-        os.chdir(ROOT)
+
+
+def checkpoint_found(run: Path) -> str:
+    """What ranks find where rank 1 does not see a file of the newest checkpoint."""
+    saving.READ_SECONDS = (0, 0)
+    candidates = [Path("step-00000002"), Path("step-00000001")]
+    with chdir(run / str(dist.get_rank())):
+        return message_of(lambda: find_undamaged(lambda: candidates).folder)  # type: ignore[union-attr]
 
 
 @pytest.mark.parametrize("on", [(1,), (0, 1)])
 def test_a_file_that_one_rank_alone_does_not_see_is_no_damage(ranks, tmp_path, on):
-    for rank in range(2):
-        (tmp_path / str(rank)).mkdir()
     ranks(2).run(save_two, tmp_path / "both")
     for rank in range(2):
-        subprocess.run(["cp", "-r", *(tmp_path / "both").iterdir(), tmp_path / str(rank)], check=True)
+        shutil.copytree(tmp_path / "both", tmp_path / str(rank), dirs_exist_ok=True)
         if rank in on:
             (tmp_path / str(rank) / "step-00000002/config.toml").unlink()
-    first, second = ranks(2).run(name_found, tmp_path, "config.toml")
+    first, second = ranks(2).run(checkpoint_found, tmp_path)
     assert first == second
-    assert first == "step-00000001" if on == (0, 1) else "shared by all nodes" in first
+    assert ("step-00000001" if on == (0, 1) else "shared by all nodes") in first
 
 
 def test_candidates_that_were_all_pruned_are_listed_again(one_rank, tmp_path):
@@ -143,15 +170,10 @@ def fail_to_remove(folder: Path) -> str:
     checkpointer = Checkpointer(folder, Checkpoint(async_mode="disabled"), "", {})
     metrics = Metrics.__new__(Metrics)
     metrics.is_first, metrics.journal = dist.get_rank() == 0, Journal(folder)  # no file
-    problems = []
     with patch("os.replace", side_effect=OSError(errno.EIO, "Input/output error")):
-        for restart in (checkpointer.restart, metrics.restart):
-            try:
-                restart(1)
-            except RunFailed as error:
-                problems.append(str(error))
+        problems = message_of(lambda: checkpointer.restart(1)) + message_of(lambda: metrics.restart(1))
     checkpointer.close()
-    return " | ".join(problems)
+    return problems
 
 
 def test_errors_of_rank_0_alone_are_one_line_of_all_ranks(ranks, tmp_path):
@@ -197,24 +219,13 @@ def test_a_rollback_goes_to_the_oldest_checkpoint_and_may_take_long(build, monke
     assert LONG_PHASES & set(activity.phases)
 
 
-def test_a_logger_that_cannot_be_imported_is_a_warning(one_rank, caplog):
-    config = Config(metrics=Settings(loggers=("no_such",)))  # type: ignore[arg-type]
-    assert not open_loggers(config, 0, 0).loggers and "goes on without it" in caplog.text
-
-
 # -- several nodes
 
 
 def shared_problem(run: Path) -> str:
-    os.chdir(run / str(dist.get_rank()))
     run_folder.SHARED_SECONDS = 0.5
-    try:
-        run_folder.check_shared(Path("run"))
-        return ""
-    except ConfigError as error:
-        return str(error)
-    finally:
-        os.chdir(ROOT)
+    with chdir(run / str(dist.get_rank())):
+        return message_of(lambda: run_folder.check_shared(Path("run")))
 
 
 @pytest.mark.parametrize("is_shared", [True, False])
@@ -245,11 +256,7 @@ class MadeUp:
 def other_settings(lr: float, value: float) -> str:
     rank = dist.get_rank()
     config, selection = Config(optimizer=Optimizer(lr=lr if rank else 1e-3)), MadeUp(value if rank else 0.0)
-    try:
-        run_folder.compare_ranks(config, selection)  # type: ignore[arg-type]
-        return ""
-    except ConfigError as error:
-        return str(error)
+    return message_of(lambda: run_folder.compare_ranks(config, selection))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -273,13 +280,13 @@ def test_gpus_that_are_not_visible_are_not_counted(tmp_path):
     for name, text in (("nvidia-smi", "seq -f 'GPU %g' 8"), ("python", 'echo "$NGPU"')):
         (tmp_path / name).write_text(f"#!/bin/sh\n{text}\n")
         (tmp_path / name).chmod(0o755)
-    environment = os.environ | {
-        "PATH": f"{tmp_path}:{os.environ['PATH']}",
-        "ROSSBY_PYTHON": str(tmp_path / "python"),
-    }
-    for visible, number in (("0,1", "2"), ("3", "1"), (None, "8")):
-        more = {} if visible is None else {"CUDA_VISIBLE_DEVICES": visible}
-        done = subprocess.run([ROOT / "run_train.sh"], env=environment | more, capture_output=True, text=True)
+    settings = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "ROSSBY_PYTHON": str(tmp_path / "python")}
+    for more, number in (
+        ({"CUDA_VISIBLE_DEVICES": "0,1"}, "2"),
+        ({"CUDA_VISIBLE_DEVICES": "3"}, "1"),
+        ({}, "8"),
+    ):
+        done = run_program("./run_train.sh", **settings | more)
         assert done.stdout.split()[:1] == [number], done
 
 

@@ -1,4 +1,4 @@
-"""scripts/slurm.sbatch and srun alone: preempted, queued again, ended as if undisturbed.
+"""Launch files in scripts/ that users copy; jobs of Slurm that are preempted and end as if undisturbed.
 
 By Debian's slurm-wlm on this machine where it starts; what the script itself decides, without it.
 """
@@ -9,14 +9,14 @@ import shutil
 import socket
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import pytest
+import yaml
 
-from tests.started_jobs import ENDLESS, ROOT, Job, last_step, losses, write_config
+from tests.started_jobs import ENDLESS, ROOT, Job, last_step, losses, run_program, wait_until, write_config
 
 START_SECONDS, JOB_SECONDS = 30, 400
 PROGRAMS = ("slurmctld", "slurmd", "sbatch", "srun", "scontrol", "sinfo")
@@ -67,13 +67,6 @@ def edited(folder: Path) -> Path:
     return path
 
 
-def until(there: Callable[[], object], seconds: float, what: Callable[[], str] = lambda: "") -> None:
-    end = time.monotonic() + seconds
-    while not there():
-        assert time.monotonic() < end, f"waited {seconds} s in vain\n{what()}"
-        time.sleep(0.2)
-
-
 class Slurm:
     """The real one: controller and two nodes on this machine, each with two graphics cards that are none."""
 
@@ -89,31 +82,28 @@ class Slurm:
         settings = {"host": host, "ports": ports, "folder": folder}
         (folder / "slurm.conf").write_text(CONFIGURATION.format(**settings))
         (folder / "gres.conf").write_text("Name=gpu File=/dev/null\nName=gpu File=/dev/zero\n")
-        self.folder = folder
-        self.environment = os.environ | {"SLURM_CONF": str(folder / "slurm.conf")}
+        self.environment = {"SLURM_CONF": str(folder / "slurm.conf")}
         self.processes: list[subprocess.Popen] = []
         self.job = self.urgent = ""
         daemons = [["slurmctld", "-D"], *(["slurmd", "-D", "-N", node] for node in NODES)]
         try:
             for daemon in daemons:
-                self.processes.append(
-                    subprocess.Popen(daemon, env=self.environment, stderr=subprocess.DEVNULL)
+                process = subprocess.Popen(
+                    daemon, env=os.environ | self.environment, stderr=subprocess.DEVNULL
                 )
+                self.processes.append(process)
             idle = lambda: self.ask("sinfo", "-h", "-N", "-p", "spot", "-o", "%T").split()  # noqa: E731
-            until(lambda: idle() == ["idle", "idle"], START_SECONDS)
+            wait_until(lambda: idle() == ["idle", "idle"], START_SECONDS)
         except AssertionError:
             self.stop()
             raise
 
     def ask(self, *command: str) -> str:
-        done = subprocess.run(command, env=self.environment, capture_output=True, text=True)
-        return done.stdout.strip()
+        return run_program(*command, **self.environment).stdout.strip()
 
     def submit(self, script: Path, *arguments: str, **environment: str) -> None:
         """Submit from the project's folder."""
-        settings = self.environment | environment
-        command = ["sbatch", str(script), *arguments]
-        done = subprocess.run(command, cwd=ROOT, env=settings, capture_output=True, text=True)
+        done = run_program("sbatch", script, *arguments, **self.environment | environment)
         assert done.returncode == 0, done.stderr
         self.job = done.stdout.split()[-1]
 
@@ -127,21 +117,17 @@ class Slurm:
         options = ["--partition=urgent", "--nodes=2", "--exclusive", "--output=/dev/null"]
         said = self.ask("sbatch", *options, "--wrap", "exec sleep 1000")
         self.urgent = said.split()[-1]
-        until(lambda: self.field("Restarts") == "1" and self.field("JobState") == "PENDING", JOB_SECONDS)
+        wait_until(lambda: self.field("Restarts") == "1" and self.field("JobState") == "PENDING", JOB_SECONDS)
 
     def let_go(self) -> None:
         self.ask("scancel", self.urgent)
 
     def end(self) -> int:
         """The exit code of the job's script, once it has ended for good."""
-        until(lambda: self.field("JobState") in ("COMPLETED", "FAILED", "TIMEOUT", "CANCELLED"), JOB_SECONDS)
+        wait_until(
+            lambda: self.field("JobState") in ("COMPLETED", "FAILED", "TIMEOUT", "CANCELLED"), JOB_SECONDS
+        )
         return int(self.field("ExitCode").partition(":")[0])
-
-    def told_of_the_job(self) -> str:
-        """For who looks why it did not begin: where it stands, and the ends of what the daemons wrote."""
-        answers = [self.ask("scontrol", "show", "job", self.job), self.ask("sinfo", "-N", "-l")]
-        logs = [path.read_text()[-2000:] for path in sorted(self.folder.glob("*.log"))]
-        return "\n".join([*answers, *logs])
 
     def stop(self) -> None:
         for job in filter(None, (self.job, self.urgent)):
@@ -162,7 +148,7 @@ def slurm() -> Iterator[Slurm]:
         started.stop()
 
 
-SETTINGS = {"OMP_NUM_THREADS": "1", "NGPU": "2", "ROSSBY_PYTHON": sys.executable}
+SETTINGS = {"NGPU": "2", "ROSSBY_PYTHON": sys.executable}
 
 
 @pytest.mark.slow  # a minute or two
@@ -175,7 +161,7 @@ def test_a_job_that_is_preempted_ends_as_if_undisturbed(
     files = ["--job.config_file", str(config_file), "--job.dump_folder", str(run)]
     slurm.submit(edited(tmp_path), *files, **SETTINGS)
     log = lambda: "".join(path.read_text() for path in tmp_path.glob("rossby-*.log"))  # noqa: E731
-    until(lambda: last_step(run) >= 10, 400, lambda: log() + slurm.told_of_the_job())
+    wait_until(lambda: last_step(run) >= 10, 400, lambda: log() + slurm.ask("scontrol", "show", "job"))
     slurm.preempt()
     stopped = last_step(run)
     assert f"the checkpoint of step {stopped} is complete" in log()
@@ -202,8 +188,7 @@ def test_srun_starts_ranks_without_a_launcher(
     task = page.partition("```sh\n")[2].partition("```")[0].replace(".venv/bin/python", sys.executable)
     (tmp_path / "task.sh").write_text(task)
     command = [*srun, "bash", str(tmp_path / "task.sh"), *options, "--job.dump_folder", str(run)]
-    environment = slurm.environment | SETTINGS
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
+    done = run_program(*command, **slurm.environment | SETTINGS)
     assert done.returncode == 0 and "4 ranks" in done.stderr, done.stderr
     undisturbed = start_job(config_file, tmp_path / "four", "--training.steps", "12", NGPU="4")
     assert undisturbed.end(300) == 0, undisturbed.output
@@ -224,12 +209,39 @@ def test_what_srun_is_given_and_whether_a_job_is_queued_again(
         (tmp_path / name).chmod(0o755)
     job = {"JOB_ID": "4711", "JOB_NUM_NODES": "1", "JOB_NODELIST": "node7", "CPUS_PER_TASK": "2"}
     environment = {f"SLURM_{key}": value for key, value in (job | {"SUBMIT_DIR": str(ROOT)}).items()}
-    environment |= os.environ | SETTINGS | {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
-    command = ["bash", str(ROOT / "scripts/slurm.sbatch"), "--training.steps", "3"]
-    assert subprocess.run(command, env=environment).returncode == code
+    environment |= SETTINGS | {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    assert (
+        run_program("bash", "scripts/slurm.sbatch", "--training.steps", "3", **environment).returncode == code
+    )
     *given, task = (tmp_path / "given").read_text().splitlines()
     assert task.endswith("./run_train.sh --training.steps 3")
     wanted = {"SRUN_CPUS_PER_TASK=2", "NGPU=2", "NNODES=1", "MAX_RESTARTS=2", "RDZV_ENDPOINT=node7:14711"}
     assert wanted | {f"ROSSBY_PYTHON={sys.executable}"} <= set(given)
     queued = tmp_path / "queued"
     assert (queued.read_text() if queued.exists() else "") == "requeue 4711\n" * is_queued_again
+
+
+def test_names_numbers_and_exit_codes_of_a_jobset_agree() -> None:
+    content = yaml.safe_load((ROOT / "scripts/jobset.yaml").read_text())
+    (job,) = content["spec"]["replicatedJobs"]
+    spec = job["template"]["spec"]
+    (container,) = spec["template"]["spec"]["containers"]
+    environment = {each["name"]: each["value"] for each in container["env"]}
+    assert spec["completionMode"] == "Indexed"
+    assert spec["completions"] == spec["parallelism"] == int(environment["NNODES"])
+    assert container["resources"]["limits"] == {"nvidia.com/gpu": environment["NGPU"]}
+    name = content["metadata"]["name"]  # as JobSet names its pods:
+    assert environment["RDZV_ENDPOINT"] == f"{name}-{job['name']}-0-0.{name}:29500"
+    rules = spec["podFailurePolicy"]["rules"]
+    codes = {code: rule["action"] for rule in rules for code in rule.get("onExitCodes", {}).get("values", [])}
+    assert codes == {2: "FailJob", 75: "Ignore"}
+    assert spec["template"]["spec"]["restartPolicy"] == "Never"
+
+
+def test_both_images_have_the_same_packages() -> None:
+    texts = [(ROOT / "scripts" / name).read_text() for name in ("Dockerfile", "rossby.def")]
+    packages = [
+        re.search(r"--no-install-recommends \\\n(.*?)(?: \\)?\n", text).group(1).split()  # type: ignore[union-attr]
+        for text in texts
+    ]
+    assert packages[0] == packages[1] and "python3-venv" in packages[0]

@@ -1,29 +1,26 @@
-"""Seconds of a step, each term against a sum done by hand."""
+"""Seconds of a step, each term against a sum done by hand; the layouts that a search by them finds."""
 
 import itertools
+import tomllib
 from dataclasses import replace
 
 import pytest
 
+from benchmarks.planner_published import RUNS, published_model
 from config import Model
 from parallelisms.degrees import Degrees
 from planning.clusters import Link, load_cluster
 from planning.constants import REACHED
-from planning.memory import memory, unit_bytes
+from planning.memory import unit_bytes
 from planning.search import best_layouts, candidates, changes, changes_that_fit, check_device, fitting
-from planning.step_time import (
-    elementwise_seconds,
-    normal_maximum,
-    spread,
-    step_time,
-    update_bytes,
-)
+from planning.step_time import elementwise_seconds, normal_maximum, spread, step_time, update_bytes
 from planning.workload import Architecture, Workload, architecture_of, count
+from tests.started_jobs import ROOT
 
 
-def vit(dim: int, heads: int) -> Architecture:
-    """Return a ViT of 48 blocks on 4,096 tokens."""
-    return architecture_of(Model("vit", (16, 32), dim, 48, heads), (1024, 2048), 17, 17)
+def vit(dim: int, heads: int, patch: tuple[int, int] = (16, 32)) -> Architecture:
+    """Return a ViT of 48 blocks on 1024 x 2048: 4,096 tokens."""
+    return architecture_of(Model("vit", patch, dim, 48, heads), (1024, 2048), 17, 17)
 
 
 MODEL = vit(1536, 24)  # mission.md, section 2
@@ -45,26 +42,6 @@ def test_updates_by_hand():
     rate = REACHED * A100.device.matmul["bf16"]
     more = update["Muon"].classes["update"] - update["AdamW"].classes["update"]
     assert more == pytest.approx(flops / rate, rel=0.02)
-
-
-@pytest.mark.parametrize("changes", [{}, {"ac_mode": "full"}, {"compiled": True}])
-def test_a_rollout_takes_its_steps(changes):
-    """Four times forward and backward, and three forward passes for the states in between."""
-    works = [WORK.replace(**changes), WORK.replace(rollout_steps=4, **changes)]
-    once, four = (step_time(work, A100) for work in works)
-    assert 4.5 < four.total / once.total < 5.2
-    assert four.classes["update"] == pytest.approx(once.classes["update"])  # one update, whatever the rollout
-    assert four.hidden > once.hidden
-    assert four.mfu(works[1], 1e12) == pytest.approx(0.8 * once.mfu(works[0], 1e12), rel=0.07)
-
-
-def test_a_rollout_keeps_states_and_no_activations():
-    four, five = (WORK.replace(rollout_steps=steps) for steps in (4, 5))
-    assert four.sample_flops == 12 * MODEL.flops
-    # A start and four truths of float32, the states of four steps and a gradient, and token shards of an
-    # input, a truth, weights and a gradient, for 4 samples. One step more: another truth, another state.
-    assert memory(four).moments["loss"]["fields"] == pytest.approx(4 * 4 * (5 + 4 + 1 + 4) * VALUES)
-    assert memory(five).peak - memory(four).peak == pytest.approx(4 * 4 * 2 * VALUES)
 
 
 def test_a_pipeline_waits_for_the_states_of_a_rollout():
@@ -159,3 +136,51 @@ def test_float8_needs_a_device_that_has_it():
     with pytest.raises(ValueError, match="float8.enable = True: the a100 does not multiply in float8"):
         check_device(WORK.replace(float8=True), A100)
     check_device(WORK.replace(float8=True), load_cluster("h100x64"))
+
+
+# -- decisions
+
+LLAMA_70B = published_model("llama3-70b", 8192, tomllib.loads(RUNS.read_text(encoding="utf-8"))["models"])
+LLAMA = Workload(LLAMA_70B, Degrees(dp_shard=64), 1, 128, compiled=True)
+VALUES_45M = 256 * 256 * 20
+VIT_45M = architecture_of(Model("vit", (8, 8), 512, 12, 8), (256, 256), 20, 20)
+DDP = Workload(VIT_45M, Degrees(dp_shard=4), 16, 64, field_values=VALUES_45M, input_values=VALUES_45M)
+FINE = {"degrees": Degrees(dp_shard=16, cp=4), "global_batch": 16}
+
+
+def wide(dim: int, heads: int, patch: tuple[int, int] = (16, 16), **changes: object) -> Workload:
+    """A compiled ViT on 64 GPUs."""
+    work = WORK.replace(model=vit(dim, heads, patch), local_batch=1, global_batch=256, compiled=True)
+    return work.replace(**changes)
+
+
+# Job, cluster, the work, whose layout is only where the search starts; what splits a sample, or if states are
+# sharded.
+DECISIONS = [
+    ("45 M, 4 GPUs", "a100x4", DDP, "DDP"),
+    ("1.4 B, 64 GPUs", "a100x64", wide(1536, 24), "DDP"),
+    ("5.5 B, 64 GPUs", "a100x64", wide(3072, 24), "FSDP"),
+    ("30 B, 64 GPUs", "a100-8hdrx64", wide(7168, 56), "FSDP"),
+    ("131,072 tokens, batch 16", "a100x64", wide(1536, 24, (4, 4), **FINE), "context"),
+    ("Llama-3-70B, 64 GPUs", "a100-8hdrx64", LLAMA, "tensor"),
+]
+
+
+@pytest.mark.parametrize(("job", "cluster", "work", "kind"), DECISIONS, ids=[row[0] for row in DECISIONS])
+def test_the_decision_table_is_what_the_search_finds(job: str, cluster: str, work: Workload, kind: str):
+    page = (ROOT / "docs" / "planning.md").read_text(encoding="utf-8")
+    (row,) = [line for line in page.splitlines() if line.startswith(f"| {job} |")]
+    degrees = best_layouts(work, load_cluster(cluster), number=1)[0].work.degrees
+    axes = (("cp", "context"), ("tp", "tensor"), ("pp", "pipeline"), ("dp_shard", "FSDP"))
+    split = [name for axis, name in axes if getattr(degrees, axis) > 1] or ["DDP"]
+    assert split[0] == kind and f"| {kind} |" in row and (degrees.tp == 1 or degrees.pp == 1)
+
+
+def test_the_layout_of_the_textbook_is_among_the_best():
+    """Within a fifth of the best where each GPU has its own link between nodes, and the allocator needs
+    nothing: with its 15 % selective checkpointing lacks 1 GiB.
+    """
+    cluster, textbook = load_cluster("a100-8hdrx64"), Degrees(pp=2, dp_shard=4, tp=8)
+    found = best_layouts(LLAMA, replace(cluster, device=replace(cluster.device, reserved=0)), number=99)
+    (made,) = [p for p in found if p.work.degrees == textbook]
+    assert made.time.total < 1.2 * found[0].time.total

@@ -6,14 +6,13 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from checkpoints.files import complete_steps
-from tests.started_jobs import ROOT, last_step, records, write_config
+from tests.started_jobs import ROOT, last_step, records, run_program, wait_until, write_config
 
 optuna = pytest.importorskip("optuna", reason="requirements-extras.txt")
 TrialState = optuna.trial.TrialState
@@ -27,10 +26,8 @@ def start(folder: Path, trials: int, *options: str) -> subprocess.Popen:
     command = [sys.executable, ROOT / "scripts" / "sweep.py"]
     command += [config if config.exists() else write_config(folder)]
     command += ["--trials", str(trials), "--folder", folder / "sweep", *OPTIONS, *options]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "NGPU": "1"}
-    return subprocess.Popen(
-        command, cwd=ROOT, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE
-    )
+    output: Any = {"text": True, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    return subprocess.Popen(command, cwd=ROOT, env=os.environ | {"NGPU": "1"}, **output)
 
 
 def trials_of(folder: Path) -> list[Any]:
@@ -41,9 +38,7 @@ def trials_of(folder: Path) -> list[Any]:
 def test_a_stopped_sweep_continues_its_open_trial_and_adds_another(tmp_path: Path) -> None:
     """A score is that of the run's last validation."""
     process, run = start(tmp_path, 1, "--training.steps=100000"), tmp_path / "sweep" / "trial-0000"
-    until = time.monotonic() + 120
-    while last_step(run) < 3 and time.monotonic() < until:
-        time.sleep(0.05)
+    wait_until(lambda: last_step(run) >= 3, 120)
     process.send_signal(signal.SIGTERM)
     process.communicate(timeout=60)
     assert process.returncode == 75 and trials_of(tmp_path)[0].state == TrialState.RUNNING
@@ -95,7 +90,6 @@ def test_bad_input_ends_the_sweep_in_one_line(tmp_path: Path) -> None:
 
 def test_without_optuna_one_line_says_so(tmp_path: Path) -> None:
     (tmp_path / "optuna.py").write_text("raise ImportError")
-    environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
-    command = [sys.executable, ROOT / "scripts" / "sweep.py", "train_configs/demo.toml"]
-    found = subprocess.run(command, env=environment, capture_output=True, text=True)
+    command = [sys.executable, "scripts/sweep.py", "train_configs/demo.toml"]
+    found = run_program(*command, PYTHONPATH=str(tmp_path))
     assert found.returncode == 2 and len(found.stderr.splitlines()) == 1 and ".[sweep]" in found.stderr

@@ -10,26 +10,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from datasets.loader import FieldDataset
-from tests.started_jobs import write_config
+from tests.planned import run_train
+from tests.started_jobs import run_options, write_config
 from traces.events import read_trace
 from traces.inspect_trace import inspect, main, operator_times, ranks_table, report
-from traces.timeline import (
-    CLASSES,
-    COMPUTE,
-    Segment,
-    Timeline,
-    build_timeline,
-    fill,
-    kernel_class,
-    operator_class,
-)
-from train import train
-from training.config_checks import load_checked
+from traces.timeline import CLASSES, COMPUTE, Timeline, build_timeline, kernel_class, operator_class
 from training.metrics import Metrics
 from training.objective import Objective
 
@@ -38,7 +26,7 @@ MAIN, AUTOGRAD = 1, 2  # threads
 
 
 class Recording:
-    """Collects events and writes them as torch.profiler does."""
+    """Events as torch.profiler writes them."""
 
     def __init__(self, **record) -> None:
         self.record, self.events, self.launches = {"traceEvents": [], **record}, [], 0
@@ -100,9 +88,7 @@ def test_time_of_a_gpu_by_class(gpu):
     assert gpu.hidden_communication == pytest.approx(0.05)
     assert "communication: 0.07 ms a step exposed, 0.05 hidden" in report(gpu)
     assert list(gpu.idle_by_cause) == ["wait of cudaStreamSynchronize (aten::item) after optimizer"]
-
-
-def test_operators_of_a_gpu_have_the_time_of_their_kernels(gpu):
+    # Operators have the time of their kernels.
     times = operator_times(gpu.trace)
     assert times["aten::mm"].self_ms == pytest.approx(2 * (0.2 + 0.1)) and times["aten::mm"].calls == 4
     assert times["aten::item"].self_ms == 0
@@ -138,8 +124,7 @@ def test_a_step_that_the_end_of_the_loop_cut_off_is_left_out(tmp_path):
     trace.span("ProfilerStep#17", 0, 1000)
     trace.launch("aten::mm", 10, "gemm", 100, 900)
     trace.span("ProfilerStep#18", 1000, 1002)
-    (tmp_path / "traces").mkdir()
-    timeline = trace.write(tmp_path / "traces/step-00000019-rank0.json")
+    timeline = trace.write(tmp_path / "a.json")
     assert len(timeline.recorded_steps) == 1 and timeline.step_milliseconds == pytest.approx(1.0)
 
 
@@ -227,25 +212,6 @@ def test_a_save_on_a_gpu_counts_once_in_its_interval(tmp_path):
     assert 0.3 < milliseconds <= 0.4
 
 
-@given(
-    st.lists(st.tuples(st.integers(0, 90), st.integers(1, 30)), max_size=12),
-    st.lists(st.integers(1, 20), min_size=1, max_size=5),
-)
-def test_no_moment_is_lost_or_given_twice(layer, lengths):
-    free, start = [], 0
-    for length in lengths:
-        free.append(Segment(float(start), float(start + length)))
-        start += length + (length % 2)
-    segments = [Segment(float(a), float(a + n), "GEMM") for a, n in sorted(layer)]
-    taken, left = fill(free, segments)
-    moments = sorted((p.start, p.end) for p in [*taken, *left])
-    assert all(first[1] <= second[0] for first, second in zip(moments, moments[1:], strict=False))
-    assert sum(b - a for a, b in moments) == sum(p.end - p.start for p in free)
-    covered = {m for a, n in layer for m in range(a, a + n)}
-    inside = {m for p in free for m in range(int(p.start), int(p.end))}
-    assert sum(p.end - p.start for p in taken) == len(covered & inside)
-
-
 OPERATORS = {
     "GEMM": "aten::addmm aten::_scaled_mm aten::convolution_backward",
     "attention": "aten::bmm aten::_scaled_dot_product_flash_attention_for_cpu_backward aten::_softmax",
@@ -319,27 +285,23 @@ def stalled(tmp_path_factory) -> Path:
         time.sleep(STALL)
         return count(self)
 
-    files = ["--job.config_file", str(write_config(folder)), "--job.dump_folder", str(folder / "run")]
     settings = "--training.steps 6 --checkpoint.enable false --metrics.log_freq 100"
     traced = "--profiling.enable_profiling true --profiling.profile_freq 6"
+    words = run_options(write_config(folder), folder / "run", *settings.split(), *traced.split())
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("train.FieldDataset", SlowDataset)
         patch.setattr(Objective, "cut", cut_and_read)
         patch.setattr(Metrics, "count_step", wait_and_count)
-        train(load_checked([*files, *settings.split(), *traced.split()]))
+        run_train(*words)
     return folder / "run"
 
 
-def test_classes_of_a_run_add_up_to_its_steps(stalled):
+def test_planted_stalls_are_found_and_named(stalled, capsys):
     (timeline,) = inspect(stalled)
     assert len(timeline.recorded_steps) == 3 and timeline.trace.title.endswith("steps 4 to 6")
     steps = sum(step.end - step.start for step in timeline.trace.steps) / 3000
     assert sum(build_timeline(timeline.trace, {}).by_class.values()) == pytest.approx(steps, rel=1e-6)
     assert all(timeline.by_class[name] > 0 for name in COMPUTE)
-
-
-def test_planted_stalls_are_found_and_named(stalled, capsys):
-    (timeline,) = inspect(stalled)
     assert timeline.by_class["data wait"] > STALL * 1e3
     assert timeline.idle_by_cause["gap after optimizer"] > STALL * 1e3
     main([str(stalled)])

@@ -4,16 +4,15 @@ import gzip
 import json
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
-import xarray as xr
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import train as trainer
 from checkpoints.files import complete_steps
 from tests.planned import run_train
-from tests.started_jobs import last_step, records, run_options, write_config
+from tests.started_jobs import last_step, losses, records, run_options, write_config
+from tests.test_identity import NAMES, waves
 from tests.test_metrics import CONTRACT
 from training.bad_steps import TrainingDiverged
 
@@ -21,28 +20,15 @@ from training.bad_steps import TrainingDiverged
 @pytest.fixture(scope="module")
 def config_file(tmp_path_factory) -> Path:
     """40 days of two waves that travel east at different speeds: easily learned, badly persisted."""
-    time = np.datetime64("2020-01-01", "ns") + np.arange(160) * np.timedelta64(6, "h")
-    latitude, longitude = np.arange(82.5, -90, -15.0), np.arange(0, 360, 22.5)
-    phase = np.deg2rad(longitude)[None, None] + 0.4 * np.arange(160)[:, None, None]
-    profile = np.cos(np.deg2rad(latitude))[None, :, None]
-    noise = np.random.default_rng(0).normal(0, 0.02, (2, 160, 12, 16))
-    u = 10 * profile * np.sin(2 * phase) + noise[0]
-    v = 5 * profile * np.cos(3 * phase) + noise[1]
-    dims = ("time", "latitude", "longitude")
-    names = ("10m_u_component_of_wind", "10m_v_component_of_wind")
-    ds = xr.Dataset(
-        {name: (dims, field.astype("f4")) for name, field in zip(names, (u, v), strict=True)},
-        {"time": time, "latitude": latitude, "longitude": longitude},
-    )
+    periods = {
+        "train_period": ["2020-01-01", "2020-01-31"],
+        "validation_period": ["2020-02-01", "2020-02-09"],
+    }
     return write_config(
         tmp_path_factory.mktemp("archive"),
-        ds,
-        data={
-            "forcings": ["sin_local_time"],
-            "train_period": ["2020-01-01", "2020-01-31"],
-            "validation_period": ["2020-02-01", "2020-02-09"],
-        },
-        model={"patch_size": [4, 4], "dim": 32},
+        waves(160),
+        data={"forcings": ["sin_local_time"]} | periods,
+        model={"dim": 32},
         lr_scheduler={"decay_type": "cosine"},
         training={"steps": 12, "local_batch_size": 8},
         metrics={"loggers": ["tensorboard"]},
@@ -53,24 +39,15 @@ def config_file(tmp_path_factory) -> Path:
 
 def run(config_file: Path, folder: Path, *options: str) -> list[dict]:
     """A run in this process; the objects of its metrics.jsonl."""
-    run_train(*run_options(config_file, folder, *options))
-    return read(folder)
-
-
-def read(folder: Path) -> list[dict]:
-    """All but how long a validation took."""
-    lines = records(folder)
-    return [{name: value for name, value in line.items() if name != "validation_seconds"} for line in lines]
-
-
-def losses(records: list[dict]) -> list[float]:
-    return [r["loss"] for r in records if "loss" in r]
+    return run_train(*run_options(config_file, folder, *options))
 
 
 @pytest.fixture(scope="module")
-def plain(config_file, tmp_path_factory) -> list[dict]:
-    """A run of the configuration as it stands."""
-    return run(config_file, tmp_path_factory.mktemp("plain") / "run")
+def plain(config_file, tmp_path_factory) -> Path:
+    """The folder of a run of the configuration as it stands."""
+    folder = tmp_path_factory.mktemp("plain") / "run"
+    run(config_file, folder)
+    return folder
 
 
 def test_a_run_leaves_what_the_contract_names_and_learns(config_file, tmp_path):
@@ -85,11 +62,13 @@ def test_a_run_leaves_what_the_contract_names_and_learns(config_file, tmp_path):
     plots = {path.stem for path in (tmp_path / "run/plots").iterdir()}
     assert plots == {"loss", "rmse", "maps"}
     assert complete_steps(tmp_path / "run/checkpoints") == [100, 150]  # 100: before its validation
-    steps = [r for r in records if "loss" in r]
-    assert [r["step"] for r in steps] == list(range(1, 151)) and list(steps[0])[: len(CONTRACT)] == CONTRACT
+    assert (
+        list(losses(tmp_path / "run")) == list(range(1, 151))
+        and list(records[0])[: len(CONTRACT)] == CONTRACT
+    )
     validations = [r for r in records if "val/loss" in r]
     assert [r["step"] for r in validations] == [100, 150]
-    for name in ("10m_u_component_of_wind", "10m_v_component_of_wind"):
+    for name in NAMES:
         last = validations[-1]
         assert last[f"val/rmse/{name}"] < 0.5 * last[f"val/rmse_persistence/{name}"]
         assert last[f"val/rmse/{name}"] < last[f"val/rmse_training_mean/{name}"]
@@ -97,12 +76,13 @@ def test_a_run_leaves_what_the_contract_names_and_learns(config_file, tmp_path):
 
 def test_a_killed_run_goes_on_to_the_bit(start_job, config_file, tmp_path):
     options = ["--checkpoint.enable", "--checkpoint.interval", "10", "--training.steps", "40"]
-    reference = run(config_file, tmp_path / "reference", *options)
+    run(config_file, tmp_path / "reference", *options)
     killed = start_job(config_file, tmp_path / "killed", *options)
     killed.wait_for_step(15)
     killed.kill_all()
     assert 15 <= last_step(tmp_path / "killed") < 40
-    assert losses(run(config_file, tmp_path / "killed", *options)) == losses(reference)
+    run(config_file, tmp_path / "killed", *options)
+    assert losses(tmp_path / "killed") == losses(tmp_path / "reference")
 
 
 @pytest.mark.parametrize("saves", ["true", "false"])
@@ -143,11 +123,10 @@ def test_deterministic_switch_is_set_and_unset(config_file, tmp_path):
 def test_ranks_train_the_same_run(start_job, plain, config_file, tmp_path, ranks, options):
     job = start_job(config_file, tmp_path / "two", *options, NGPU=str(ranks))
     assert job.end(180) == 0, job.output
-    two = read(tmp_path / "two")
-    np.testing.assert_allclose(losses(two), losses(plain), rtol=1e-5)
-    assert two[-1].keys() == plain[-1].keys()
-    for name, value in plain[-1].items():  # of the validation, whose fields are gathered
-        assert two[-1][name] == pytest.approx(value, rel=1e-4)
+    assert losses(tmp_path / "two") == pytest.approx(losses(plain), rel=1e-5)
+    expected, found = records(plain)[-1], records(tmp_path / "two")[-1]  # of the validation: gathered fields
+    expected["validation_seconds"] = found["validation_seconds"]
+    assert found == pytest.approx(expected, rel=1e-4)
     assert "training mean" in job.output and job.output.count("validation over") == 1
 
 

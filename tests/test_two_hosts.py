@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from checkpoints.files import complete_steps
-from tests.started_jobs import Job, losses, write_config
+from tests.started_jobs import Job, losses, wait_until, write_config
 
 PREFIX = "10.213.97"
 HOSTS = ("rossby-a", "rossby-b")
@@ -77,11 +77,7 @@ def start_both(start: Start, folder: Path, *options: str, **settings: str) -> li
 def wait_for(job: Job, pattern: str, timeout: float = 120) -> float:
     """Seconds until a job has said something."""
     started = time.monotonic()
-    while not re.search(pattern, job.output, re.DOTALL):
-        waited = time.monotonic() - started
-        ended = job.process.poll() is not None or waited > timeout
-        assert not ended, f"{waited:.0f} s, no {pattern!r}:\n{job.output}"
-        time.sleep(0.05)
+    wait_until(lambda: re.search(pattern, job.output, re.DOTALL), timeout, lambda: job.output)
     return time.monotonic() - started
 
 

@@ -1,5 +1,6 @@
 """A rank that stalls, stops or leaves: which rank is named, how soon the job ends, report and files."""
 
+import json
 import time
 from dataclasses import replace
 from types import SimpleNamespace
@@ -12,6 +13,7 @@ from torch.distributed import HashStore  # type: ignore[reportPrivateImportUsage
 
 import jobs.heartbeat
 from config import Comm
+from errors import DataError
 from jobs.heartbeat import Activity
 from jobs.watchdog import NO_REASON, Heartbeat, Watchdog, find_stalled_ranks, is_lost_connection
 from tests.test_launch import launch
@@ -19,7 +21,7 @@ from tests.test_launch import launch
 TRAINING = Heartbeat(0, "node", 7, step=12, phase="optimizer", seconds=1.0, limit=10.0)
 
 
-def ranks(*changes: dict) -> list[Heartbeat]:
+def heartbeats(*changes: dict) -> list[Heartbeat]:
     return [replace(TRAINING, rank=rank, **change) for rank, change in enumerate(changes)]
 
 
@@ -30,16 +32,16 @@ def stalled(beats: list[Heartbeat], silence: float = 10.0) -> list[int]:
 
 def test_stalled_ranks():
     waiting, late = {"seconds": 12.0, "waits": True}, {"seconds": 12.0, "phase": "data"}
-    assert stalled(ranks({}, {})) == []
-    assert stalled(ranks({}, {"silent": 11.0}, waiting)) == [1]
-    assert stalled(ranks(waiting, late, waiting)) == [1]
+    assert stalled(heartbeats({}, {})) == []
+    assert stalled(heartbeats({}, {"silent": 11.0}, waiting)) == [1]
+    assert stalled(heartbeats(waiting, late, waiting)) == [1]
     stopped = {**waiting, "seconds": 3.0, "silent": 9.0}  # while it waited: it is named a second later
-    assert stalled(ranks(waiting, stopped)) == []
-    assert stalled(ranks(waiting, {**stopped, "silent": 11.0})) == [1]
-    assert stalled(ranks(waiting, waiting)) == [0, 1]  # nobody is seen to hold up the others
-    assert stalled(ranks({**late, "step": 13}, {**late, "step": 12})) == [1]  # the other runs ahead
+    assert stalled(heartbeats(waiting, stopped)) == []
+    assert stalled(heartbeats(waiting, {**stopped, "silent": 11.0})) == [1]
+    assert stalled(heartbeats(waiting, waiting)) == [0, 1]  # nobody is seen to hold up the others
+    assert stalled(heartbeats({**late, "step": 13}, {**late, "step": 12})) == [1]  # the other runs ahead
     # Rank 0 may take its time to validate: those who wait for it are over their limit, it is not.
-    assert stalled(ranks({"seconds": 12.0, "limit": 600.0, "phase": "validation"}, waiting)) == []
+    assert stalled(heartbeats({"seconds": 12.0, "limit": 600.0, "phase": "validation"}, waiting)) == []
 
 
 def test_a_host_whose_device_is_busy_waits(monkeypatch):
@@ -123,3 +125,23 @@ def test_after_a_stop_signal_a_silent_rank_is_dead_sooner(tmp_path):
     patient = watchdog.silence()
     watchdog.is_asked_to_stop = True
     assert watchdog.silence() == 15 < patient
+
+
+@pytest.mark.parametrize(
+    "error", [PermissionError(13, "Permission denied", "x.zarr"), DataError("x.zarr: no")]
+)
+def test_status_has_the_exit_code_of_an_error(tmp_path, error):
+    """Of a PermissionError on one rank it was 1, and the process ended with 2."""
+    watchdog = Watchdog(tmp_path, Comm())
+    watchdog.begin(3)
+    watchdog.end_with(error)
+    status = json.loads((tmp_path / "status.json").read_text())
+    assert status["exit_code"] == 2 and status["message"].startswith("x.zarr: ")
+
+
+def test_a_status_that_cannot_be_written_is_said_once(tmp_path, capsys):
+    (tmp_path / "run").touch()
+    watchdog = Watchdog(tmp_path / "run", Comm())
+    watchdog.begin(0)
+    watchdog.write_status(1, "failed")
+    assert capsys.readouterr().err.count("status.json is not written") == 1
