@@ -122,7 +122,7 @@ def check_machine(config: Config) -> None:
         with suppress(OSError, subprocess.SubprocessError):
             command = ["nvidia-smi", "--list-gpus"]
             listed = subprocess.run(command, capture_output=True, text=True, timeout=60)
-            if listed.returncode:
+            if listed.returncode and os.environ.get("RANK", "0") == "0":
                 reason = (listed.stdout + listed.stderr).strip().partition("\n")[0]
                 print_message(f"warning: no GPU, the run is on the CPU: nvidia-smi fails ({reason})")
             if gpus := re.findall("^GPU ", listed.stdout, re.MULTILINE):
