@@ -309,7 +309,7 @@ class Checkpointer:
         if not all(is_ready for _, is_ready in answers):
             self.start_process()
         if self.process and not self.stager:
-            # The copies of all ranks of this host are there, and a rank has two files open for each it made.
+            # The copies of all ranks of this host are there; each takes its rank two open files.
             local = [t.to_local() if isinstance(t, DTensor) else t for t in tensors.values()]
             needed = max(from_all_ranks(sum(tensor.nbytes for tensor in local)))
             needed *= int(os.environ.get("LOCAL_WORLD_SIZE", "1"))

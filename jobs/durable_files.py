@@ -54,7 +54,7 @@ def sync_folder(path: Path) -> None:
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
-    except OSError as error:  # some networks' file systems have no such thing
+    except OSError as error:  # some file systems cannot flush a folder, as SMB
         if error.errno not in (errno.EINVAL, errno.EBADF, errno.ENOTSUP):
             raise
     finally:

@@ -84,7 +84,10 @@ def forward_signals(numbers: socket.socket) -> None:
             (folder / errors.SIGNALLED).touch()
         listed = Path(f"/proc/self/task/{os.getpid()}/children")  # not of every Linux, nor of macOS
         command = ["pgrep", "-P", str(os.getpid())]
-        text = listed.read_text() if listed.exists() else subprocess.check_output(command, text=True)
+        if listed.exists():
+            text = listed.read_text()
+        else:  # pgrep ends with 1 where there are none yet
+            text = subprocess.run(command, capture_output=True, text=True).stdout
         ranks = [int(rank) for rank in text.split()]
         for rank in ranks:
             with suppress(ProcessLookupError):
